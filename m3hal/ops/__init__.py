@@ -1,0 +1,43 @@
+"""The operators of MiniMax-M3: one file each, loaded by name. Nothing here imports torch until a tensor is touched."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+from m3hal.ops._batch import ExpertWeights, SeqMeta
+from m3hal.ops._operator import Numeric, Operator, Trait
+
+CORE = (
+    "rms_norm",
+    "add_rms_norm",
+    "linear",
+    "quantize",
+    "dequantize",
+    "rope_partial",
+    "kv_write",
+    "kv_read",
+    "kv_copy_blocks",
+    "block_scores",
+    "topk_blocks",
+    "merge_topk",
+    "sparse_attention",
+    "paged_attention",
+    "route_topk",
+    "swiglu_oai",
+    "moe_experts",
+)
+FUSED = ("qk_norm_rope_insert", "select_blocks")
+NAMES = CORE + FUSED
+
+
+@cache
+def load(name: str) -> Operator:
+    """The definition of an operator. Raises KeyError for an unknown name."""
+    if name not in NAMES:
+        raise KeyError(name)
+    operator: Operator = importlib.import_module(f"m3hal.ops.{name}").OPERATOR
+    return operator
+
+
+__all__ = ["CORE", "FUSED", "NAMES", "ExpertWeights", "Numeric", "Operator", "SeqMeta", "Trait", "load"]

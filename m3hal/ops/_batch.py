@@ -1,0 +1,38 @@
+"""The sequences of one forward, and the experts' weights: what operators take besides plain tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from m3hal._lazy import torch
+
+
+@dataclass(frozen=True)
+class SeqMeta:
+    """Where each request's tokens lie; one struct for prefill, decode, chunked prefill and multi-token verify.
+
+    cu_q: int32 [B+1], offsets of each request's query tokens in the flat token axis; a request may have none.
+    seq_lens: int32 [B], tokens of the request *including* this forward's; 0 marks a padded request.
+    block_table: int32 [B, pages], the page that holds tokens [i*page, (i+1)*page) of the request; entries past
+        ceil(seq_len / page) are undefined and must not be followed.
+    max_q, max_k: host upper bounds of query tokens and of seq_lens (a graph is captured at these).
+
+    Query token i of request b stands at position ``seq_lens[b] - q_len[b] + i``.
+    """
+
+    cu_q: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_q: int
+    max_k: int
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The routed experts of one layer on this rank, at the interface: ``[gate | up]`` halves, never interleaved.
+
+    w13: [E, 2*I, H], gate rows first, then up rows. w2: [E, H, I].
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor

@@ -1,0 +1,63 @@
+"""Reads tokens back out of a paged cache, dequantised: the oracle's view of any layout.
+
+    k[i], v[i] = cache[page = slots[i] // page_size, offset = slots[i] % page_size]
+
+Source: vLLM ``reshape_and_cache``'s inverse; the layouts of :mod:`m3hal.layouts`.
+"""
+
+from __future__ import annotations
+
+from m3hal._lazy import torch
+from m3hal.layouts import PagedCache
+from m3hal.ops._operator import Numeric, Operator
+
+
+def kv_read(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys and values of the given slots.
+
+    Args:
+        cache: a main cache, or an index cache (keys only).
+        slots: int64 [n]; slot = page * page_size + offset. A negative slot reads zeros.
+
+    Returns:
+        k [n, H, D] and v [n, H, D] (None for an index cache), fp32, exactly ``code * scale``; fp64 for fp64 caches.
+    """
+    page, offset = slots.clamp(min=0) // cache.layout.page_size, slots.clamp(min=0) % cache.layout.page_size
+    absent = (slots < 0)[:, None, None]
+
+    def take(view: torch.Tensor) -> torch.Tensor:
+        rows = view[page, :, offset].to(torch.promote_types(view.dtype, torch.float32))
+        return rows.masked_fill(absent, 0.0)
+
+    return take(cache.k), take(cache.v) if cache.layout.has_values else None
+
+
+def read_sequence(cache: PagedCache, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ``seq_len`` tokens of one request as k and v [H, S, D]; for the references of other operators.
+
+    Follows only the entries of ``block_table`` that hold tokens. An index cache returns its keys twice.
+    """
+    position = torch.arange(seq_len, device=cache.buf.device)
+    page = block_table.long()[position // cache.layout.page_size]
+    k, v = kv_read(cache, page * cache.layout.page_size + position % cache.layout.page_size)
+    k = k.transpose(0, 1)
+    return k, k if v is None else v.transpose(0, 1)
+
+
+def fake(cache: PagedCache, slots: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Empty fp32 [n, H, D] twice, or once and None for an index cache."""
+    shape = (slots.shape[0], cache.layout.heads, cache.layout.dim)
+    k = torch.empty(shape, dtype=torch.float32, device=slots.device)
+    return k, torch.empty_like(k) if cache.layout.has_values else None
+
+
+OPERATOR = Operator(
+    name="kv_read",
+    kind="core",
+    reference=kv_read,
+    fake=fake,
+    numeric=Numeric("X"),
+    sites=("dense_attention", "sparse_attention", "drafter"),
+    group="cache",
+    source="m3hal layouts; vLLM reshape_and_cache",
+)

@@ -1,0 +1,294 @@
+"""What is known when the model is built: the model's numbers, and the sites where its operators run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+SiteKind = Literal["dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter"]
+SITE_KINDS: tuple[SiteKind, ...] = ("dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One kind of place in the model, with every static value that an operator there can need.
+
+    The keyword-only parameters of each operator's definition are attributes of Site, by the same name, and a
+    manifest's limits constrain these attributes. Counts are per rank. A value that the site does not have is 0 or "".
+    """
+
+    kind: SiteKind
+    dtype: str  # of activations: "float32", "bfloat16"
+    hidden_size: int
+    eps: float
+    weight_offset: float  # norm weights are stored zero-centred: 1.0 for Gemma norms, 0.0 for the drafter's
+    # attention
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    scale: float
+    causal: bool
+    window_left: int  # keys before the query that stay visible; -1: all
+    return_lse: bool
+    kv_format: str
+    page_size: int
+    # indexer
+    num_index_heads: int
+    index_dim: int
+    index_format: str
+    block_size: int
+    top_k_blocks: int
+    init_blocks: int
+    local_blocks: int
+    # MLP and experts
+    intermediate_size: int
+    alpha: float
+    beta: float
+    limit: float
+    num_experts: int  # in the model
+    num_local_experts: int  # on this rank
+    top_k_experts: int
+    renormalize: bool
+    routed_scale: float
+    weight_format: str
+    activation_format: str
+    # the engine's bounds
+    max_tokens: int
+    max_seqs: int
+    max_context: int
+
+
+SITE_ATTRIBUTES = tuple(field.name for field in fields(Site))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A MiniMax-M3 family model on one rank of an engine; :meth:`sites` lists where its operators run."""
+
+    hidden_size: int
+    num_layers: int
+    num_dense_attention_layers: int
+    num_dense_mlp_layers: int
+    vocab_size: int
+    eps: float
+    weight_offset: float
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    num_index_heads: int
+    index_dim: int
+    block_size: int
+    top_k_blocks: int
+    init_blocks: int
+    local_blocks: int
+    dense_intermediate_size: int
+    intermediate_size: int
+    num_experts: int
+    num_local_experts: int
+    top_k_experts: int
+    num_shared_experts: int
+    routed_scale: float
+    alpha: float
+    beta: float
+    limit: float
+    dtype: str
+    kv_format: str
+    index_format: str
+    weight_format: str
+    activation_format: str
+    page_size: int
+    max_tokens: int
+    max_seqs: int
+    max_context: int
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        dtype: str,
+        page_size: int,
+        max_tokens: int,
+        max_seqs: int,
+        max_context: int,
+        tensor_parallel: int = 1,
+        expert_parallel: int = 1,
+        kv_format: str | None = None,
+        index_format: str | None = None,
+        weight_format: str | None = None,
+    ) -> ModelShape:
+        """Reads a checkpoint's ``config.json`` (or its ``text_config``); formats default to ``dtype``.
+
+        Raises ValueError naming the key when a constant of the model is missing: none has a default, except
+        ``swiglu_beta``, which published checkpoints leave out and whose value is 1.0.
+        """
+        text = config.get("text_config", config)
+        need = _Reader(text, "config.json")
+        sparse = _Reader(need("sparse_attention_config"), "config.json: sparse_attention_config")
+        layers = int(need("num_hidden_layers"))
+        index_heads = int(sparse("sparse_num_index_heads"))
+        kv_heads = int(need("num_key_value_heads"))
+        if index_heads != kv_heads:
+            raise ValueError(
+                f"config.json: MSA selects blocks per GQA group, so sparse_num_index_heads ({index_heads}) must equal "
+                f"num_key_value_heads ({kv_heads})"
+            )
+        return cls(
+            hidden_size=int(need("hidden_size")),
+            num_layers=layers,
+            num_dense_attention_layers=layers - sum(map(bool, sparse("sparse_attention_freq"))),
+            num_dense_mlp_layers=layers - sum(map(bool, need("moe_layer_freq"))),
+            vocab_size=int(need("vocab_size")),
+            eps=float(need("rms_norm_eps")),
+            weight_offset=1.0 if need("use_gemma_norm") else 0.0,
+            num_q_heads=_split(int(need("num_attention_heads")), tensor_parallel, "attention heads"),
+            num_kv_heads=_split_or_replicate(kv_heads, tensor_parallel, "kv heads"),
+            head_dim=int(need("head_dim")),
+            rotary_dim=int(need("head_dim") * need("partial_rotary_factor")),
+            rope_theta=float(need("rope_theta")),
+            num_index_heads=_split_or_replicate(index_heads, tensor_parallel, "index heads"),
+            index_dim=int(sparse("sparse_index_dim")),
+            block_size=int(sparse("sparse_block_size")),
+            top_k_blocks=int(sparse("sparse_topk_blocks")),
+            init_blocks=int(sparse("sparse_init_block")),
+            local_blocks=int(sparse("sparse_local_block")),
+            dense_intermediate_size=_split(int(need("dense_intermediate_size")), tensor_parallel, "dense MLP rows"),
+            intermediate_size=int(need("intermediate_size"))
+            if expert_parallel > 1
+            else _split(int(need("intermediate_size")), tensor_parallel, "expert rows"),
+            num_experts=int(need("num_local_experts")),
+            num_local_experts=_split(int(need("num_local_experts")), expert_parallel, "experts"),
+            top_k_experts=int(need("num_experts_per_tok")),
+            num_shared_experts=int(need("n_shared_experts")),
+            routed_scale=float(need("routed_scaling_factor")),
+            alpha=float(need("swiglu_alpha")),
+            beta=float(text.get("swiglu_beta", 1.0)),
+            limit=float(need("swiglu_limit")),
+            dtype=dtype,
+            kv_format=kv_format or dtype,
+            index_format=index_format or dtype,
+            weight_format=weight_format or dtype,
+            activation_format=dtype,
+            page_size=page_size,
+            max_tokens=max_tokens,
+            max_seqs=max_seqs,
+            max_context=max_context,
+        )
+
+    def sites(self) -> tuple[Site, ...]:
+        """The sites of this model, in layer order; a kind of layer that the model lacks has none."""
+        attention = dict(
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotary_dim=self.rotary_dim,
+            scale=self.head_dim**-0.5,
+            causal=True,
+            window_left=-1,
+            kv_format=self.kv_format,
+            page_size=self.page_size,
+        )
+        indexer = dict(
+            num_index_heads=self.num_index_heads,
+            index_dim=self.index_dim,
+            index_format=self.index_format,
+            block_size=self.block_size,
+            top_k_blocks=self.top_k_blocks,
+            init_blocks=self.init_blocks,
+            local_blocks=self.local_blocks,
+        )
+        mlp = dict(
+            alpha=self.alpha,
+            beta=self.beta,
+            limit=self.limit,
+            weight_format=self.weight_format,
+            activation_format=self.activation_format,
+        )
+        experts = dict(
+            num_experts=self.num_experts,
+            num_local_experts=self.num_local_experts,
+            top_k_experts=self.top_k_experts,
+            renormalize=True,
+            routed_scale=self.routed_scale,
+        )
+        found = []
+        if self.num_dense_attention_layers:
+            found.append(self._site("dense_attention", **attention))
+        if self.num_dense_attention_layers < self.num_layers:
+            found.append(self._site("sparse_attention", **attention, **indexer))
+        if self.num_dense_mlp_layers:
+            found.append(self._site("dense_mlp", **mlp, intermediate_size=self.dense_intermediate_size))
+        if self.num_dense_mlp_layers < self.num_layers:
+            found.append(self._site("moe", **mlp, **experts, intermediate_size=self.intermediate_size))
+        return tuple(found)
+
+    def _site(self, kind: SiteKind, **values: Any) -> Site:
+        common = {name: getattr(self, name) for name in _COMMON}
+        return Site(**{**_ABSENT, **common, "kind": kind, **values})
+
+
+#: MiniMax-M3 as published; `m3hal explain` plans for it unless told otherwise.
+MINIMAX_M3: Mapping[str, Any] = {
+    "vocab_size": 200064,
+    "hidden_size": 6144,
+    "intermediate_size": 3072,
+    "dense_intermediate_size": 12288,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "use_gemma_norm": True,
+    "rope_theta": 5_000_000.0,
+    "partial_rotary_factor": 0.5,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.0,
+    "moe_layer_freq": [0] * 3 + [1] * 57,
+    "sparse_attention_config": {
+        "sparse_index_dim": 128,
+        "sparse_num_index_heads": 4,
+        "sparse_topk_blocks": 16,
+        "sparse_block_size": 128,
+        "sparse_init_block": 0,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": [0] * 3 + [1] * 57,
+    },
+}
+
+_COMMON = ("dtype", "hidden_size", "eps", "weight_offset", "max_tokens", "max_seqs", "max_context")
+_ABSENT: Mapping[str, Any] = {
+    field.name: {"str": "", "int": 0, "float": 0.0, "bool": False}.get(str(field.type), "") for field in fields(Site)
+}
+
+
+class _Reader:
+    """Looks keys up and names the missing one."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values, self._where = values, where
+
+    def __call__(self, key: str) -> Any:
+        if key not in self._values:
+            raise ValueError(f"{self._where} has no {key!r}; m3hal gives no model constant a default")
+        return self._values[key]
+
+
+def _split(count: int, parts: int, what: str) -> int:
+    if count % parts:
+        raise ValueError(f"{count} {what} can't be split over {parts} ranks")
+    return count // parts
+
+
+def _split_or_replicate(count: int, parts: int, what: str) -> int:
+    """Heads per rank; with more ranks than heads, each rank holds a copy of one."""
+    if parts > count and parts % count == 0:
+        return 1
+    return _split(count, parts, what)
