@@ -1,0 +1,1 @@
+"""From installed package to running kernel."""

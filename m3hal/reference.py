@@ -1,0 +1,1 @@
+"""The reference backend: every definition, bound as it stands."""
