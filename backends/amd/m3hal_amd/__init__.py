@@ -1,0 +1,1 @@
+"""The AMD backend of m3hal: see :mod:`m3hal_amd.manifest`."""
