@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from m3hal._lazy import torch
+from m3hal.formats import PLAIN_FORMATS, plain_dtype
 
 LayoutKind = Literal["hnd", "nhd"]
-
-#: formats whose elements are plain torch dtypes
-PLAIN_FORMATS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,11 @@ class KVLayout:
 
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in one layer's cache."""
-        return self.heads * self.width * torch.empty((), dtype=getattr(torch, self.format)).element_size()
+        return self.heads * self.width * plain_dtype(self.format).itemsize
 
     def empty(self, pages: int, device: torch.device | str = "cpu") -> PagedCache:
         """A cache of undefined contents."""
-        return PagedCache(torch.empty(pages, *self.page_shape(), dtype=getattr(torch, self.format), device=device), self)
+        return PagedCache(torch.empty(pages, *self.page_shape(), dtype=plain_dtype(self.format), device=device), self)
 
 
 @dataclass(frozen=True)

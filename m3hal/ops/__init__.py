@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from m3hal.ops._batch import ExpertWeights, SeqMeta
+from m3hal.ops._batch import ExpertWeights, QKNorms, SeqMeta
 from m3hal.ops._operator import Numeric, Operator, Trait
 
 CORE = (
@@ -40,4 +40,4 @@ def load(name: str) -> Operator:
     return operator
 
 
-__all__ = ["CORE", "FUSED", "NAMES", "ExpertWeights", "Numeric", "Operator", "SeqMeta", "Trait", "load"]
+__all__ = ["CORE", "FUSED", "NAMES", "ExpertWeights", "Numeric", "Operator", "QKNorms", "SeqMeta", "Trait", "load"]

@@ -1,4 +1,4 @@
-"""The sequences of one forward, and the experts' weights: what operators take besides plain tensors."""
+"""What operators take besides plain tensors: the sequences of one forward, and weights that belong together."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ class SeqMeta:
     max_q: int
     max_k: int
 
+    def positions(self, tokens: int) -> torch.Tensor:
+        """int64 [tokens]: where each query token stands in its request; -1 in a padded request or in none."""
+        token = torch.arange(tokens, device=self.cu_q.device)
+        if len(self.seq_lens) == 0:
+            return torch.full_like(token, -1)
+        ends, lengths = self.cu_q[1:].long(), self.seq_lens.long()
+        request = torch.searchsorted(ends, token, right=True).clamp(max=len(lengths) - 1)
+        position = lengths[request] - (ends[request] - token)
+        real = (token < ends[-1]) & (lengths[request] > 0)
+        return torch.where(real, position, -1)
+
 
 @dataclass(frozen=True)
 class ExpertWeights:
@@ -36,3 +47,16 @@ class ExpertWeights:
 
     w13: torch.Tensor
     w2: torch.Tensor
+
+
+@dataclass(frozen=True)
+class QKNorms:
+    """The weights of one attention layer's head norms, each shared by all heads of its kind.
+
+    q, k: [head_dim]. index_q, index_k: [index_dim]; None on a layer without an indexer.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    index_q: torch.Tensor | None = None
+    index_k: torch.Tensor | None = None

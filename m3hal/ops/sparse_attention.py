@@ -12,11 +12,14 @@ Dense attention over more than ``top_k_blocks * block_size`` keys is a different
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from m3hal._lazy import torch
 from m3hal.layouts import PagedCache
 from m3hal.ops._batch import SeqMeta
-from m3hal.ops._operator import Numeric, Operator, Trait
+from m3hal.ops._operator import Numeric, Operator
 from m3hal.ops._softmax import masked_attention
+from m3hal.ops._traits import BATCH_INVARIANT, EXACT, KV_DEQUANT_ROUND, MMA_ACCUM, P_DTYPE, Q_DTYPE
 from m3hal.ops.kv_read import read_sequence
 
 
@@ -29,6 +32,7 @@ def sparse_attention(
     scale: float,
     block_size: int,
     return_lse: bool,
+    traits: Mapping[str, str] = EXACT,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of T query tokens over their selected blocks of a paged cache.
 
@@ -49,7 +53,8 @@ def sparse_attention(
     tokens, q_heads, dim = q.shape
     groups = kv.layout.heads
     compute = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.zeros_like(q), torch.full((tokens, q_heads), float("-inf"), dtype=compute, device=q.device)
+    out = torch.zeros((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
+    lse = torch.full((tokens, q_heads), float("-inf"), dtype=compute, device=q.device)
 
     for request, seq_len in enumerate(meta.seq_lens.tolist()):
         first, last = meta.cu_q[request : request + 2].tolist()
@@ -64,11 +69,11 @@ def sparse_attention(
         visible = selected & causal[:, None]
 
         grouped = q[first:last].to(compute).view(last - first, groups, q_heads // groups, dim)
-        o, l = masked_attention(grouped, k.to(compute), v.to(compute), visible, scale)
-        out[first:last] = o.reshape(-1, q_heads, dim).to(q.dtype)
-        lse[first:last] = l.reshape(-1, q_heads)
+        rows, row_lse = masked_attention(grouped, k.to(compute), v.to(compute), visible, scale, traits)
+        out[first:last] = rows.flatten(1, 2).to(q.dtype)
+        lse[first:last] = row_lse.flatten(1, 2)
 
-    return (out, lse.to(torch.promote_types(torch.float32, lse.dtype))) if return_lse else out
+    return (out, lse) if return_lse else out
 
 
 def _is_selected(block_ids: torch.Tensor, key_block: torch.Tensor) -> torch.Tensor:
@@ -85,7 +90,8 @@ def fake(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Empty outputs: contiguous [T, Hq, D] in q's dtype, and fp32 [T, Hq]."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return (out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)) if return_lse else out
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    return (out, torch.empty(q.shape[:2], dtype=lse_dtype, device=q.device)) if return_lse else out
 
 
 OPERATOR = Operator(
@@ -96,10 +102,6 @@ OPERATOR = Operator(
     numeric=Numeric("R", "worst row of the softmax-weighted sum; lse within the same bound"),
     sites=("sparse_attention",),
     group="cache",
-    traits=(
-        Trait("p_dtype", ("float32", "bfloat16", "e4m3x448"), False, "what the probabilities are rounded to before PV"),
-        Trait("mma_accum", ("float32", "bfloat16"), False, "accumulator of the matrix products"),
-        Trait("batch_invariant", ("no", "yes"), False, "a row's bits do not depend on the rest of the batch"),
-    ),
+    traits=(P_DTYPE, Q_DTYPE, KV_DEQUANT_ROUND, MMA_ACCUM, BATCH_INVARIANT),
     source="MiniMax-AI/MSA; transformers minimax_m3_vl",
 )

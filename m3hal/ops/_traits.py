@@ -1,0 +1,37 @@
+"""Numeric freedoms that several operators share; the others stand in their operator's own file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from m3hal.ops._operator import Trait
+
+#: what a reference runs with unless told otherwise: nothing is rounded but the outputs
+EXACT: Mapping[str, str] = {}
+
+BATCH_INVARIANT = Trait("batch_invariant", ("no", "yes"), False, "a row's bits do not depend on the rest of the batch")
+MMA_ACCUM = Trait("mma_accum", ("float32", "float16", "bfloat16"), False, "accumulator of the matrix products")
+ROPE_TABLE = Trait("rope_table", ("float32", "bfloat16"), True, "what cos and sin are rounded to before the rotation")
+P_DTYPE = Trait(
+    "p_dtype",
+    ("float32", "bfloat16", "e4m3x448"),
+    True,
+    "what the probabilities exp(score - max) are rounded to before they meet the values; e4m3x448 after times 448",
+)
+Q_DTYPE = Trait("q_dtype", ("given", "e4m3"), False, "what queries are rounded to before they meet the keys")
+KV_DEQUANT_ROUND = Trait(
+    "kv_dequant_round", ("exact", "e4m3"), False, "what code * scale of a quantised cache is rounded to before use"
+)
+TOPK_KEY_BITS = Trait("topk_key_bits", ("32", "29", "16"), False, "bits of a score that take part in the ranking")
+NVFP4_QUANTIZER = Trait(
+    "nvfp4_quantizer",
+    ("division", "reciprocal", "token_global"),
+    False,
+    "how NVFP4 codes are found: correctly rounded division, multiplication by a reciprocal, one global scale per token",
+)
+KV_SCALE_USED = Trait(
+    "kv_scale_used", ("yes", "no"), False, "whether an FP8 cache write divides by k_scale and v_scale"
+)
+DOUBLE_ROUNDING = Trait(
+    "double_rounding", ("no", "bfloat16"), False, "what a value is rounded to on its way to a narrower stored format"
+)

@@ -1,0 +1,49 @@
+"""Writes tokens into a paged cache, rounding once to its format.
+
+    cache[page = slots[i] // page_size, offset = slots[i] % page_size] = k[i], v[i]
+
+Source: vLLM ``reshape_and_cache``; the layouts of :mod:`m3hal.layouts`.
+"""
+
+from __future__ import annotations
+
+from m3hal._lazy import torch
+from m3hal.layouts import PagedCache
+from m3hal.ops._operator import Numeric, Operator
+from m3hal.ops._traits import DOUBLE_ROUNDING, KV_SCALE_USED, NVFP4_QUANTIZER
+
+
+def kv_write(cache: PagedCache, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor) -> None:
+    """Stores keys and values at the given slots; every other byte of the cache stays as it is.
+
+    Args:
+        cache: written in place.
+        k: [T, H, D].
+        v: [T, H, D], or None for an index cache.
+        slots: int64 [T]; slot = page * page_size + offset. A negative slot writes nothing. No slot may come twice.
+    """
+    if cache.layout.has_values != (v is not None):
+        raise ValueError("pass v for a main cache, and None for an index cache, which holds keys only")
+    kept = slots >= 0
+    page, offset = slots[kept] // cache.layout.page_size, slots[kept] % cache.layout.page_size
+    cache.k[page, :, offset] = k[kept].to(cache.buf.dtype)
+    if v is not None:
+        cache.v[page, :, offset] = v[kept].to(cache.buf.dtype)
+
+
+def fake(cache: PagedCache, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor, **_: object) -> None:
+    """No output."""
+
+
+OPERATOR = Operator(
+    name="kv_write",
+    kind="core",
+    reference=kv_write,
+    fake=fake,
+    numeric=Numeric("X", "fp32 and bf16; a quantised format within one code step"),
+    sites=("dense_attention", "sparse_attention", "drafter"),
+    group="cache",
+    mutates=("cache",),
+    traits=(KV_SCALE_USED, NVFP4_QUANTIZER, DOUBLE_ROUNDING),
+    source="vLLM reshape_and_cache",
+)
