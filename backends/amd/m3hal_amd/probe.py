@@ -1,37 +1,30 @@
-"""Whether this machine has the GPU that a plan is for, read from the kernel driver's topology."""
+"""Whether the software on this machine can use its AMD GPU, asked without importing torch or opening the device."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
 from pathlib import Path
 
-TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 KFD = Path("/dev/kfd")
 
 
 def probe(device: str) -> str | None:
-    """None when a GPU of the device's architecture (``hip:gfx950``) is visible, else the reason why it is not."""
-    if not TOPOLOGY.is_dir():
-        return "the amdgpu kernel driver is not loaded (no /sys/class/kfd); install it, or pick another backend"
-    found = architectures()
-    if not found:
-        return "the amdgpu kernel driver sees no GPU; rocminfo tells more"
-    if device.removeprefix("hip:") not in found:
-        return f"this machine has {', '.join(sorted(found))}, not {device.removeprefix('hip:')}"
+    """None when torch and the kernel driver are ready, else the reason why ``device`` can't be used."""
+    if not torch_is_rocm():
+        return "the installed torch is built without ROCm; install a ROCm build of torch"
     if not KFD.exists():
-        return "/dev/kfd is missing; start the container with --device /dev/kfd --device /dev/dri"
+        return f"{KFD} is missing; start the container with --device /dev/kfd --device /dev/dri"
+    if not os.access(KFD, os.R_OK | os.W_OK):
+        return f"{KFD} may not be opened by this user; add the user to the groups render and video"
     return None
 
 
-def architectures() -> set[str]:
-    """Architectures of the GPUs in the topology, such as ``gfx950``; the CPU's own nodes have version 0."""
-    versions = (_gfx_version(node / "properties") for node in TOPOLOGY.iterdir())
-    return {f"gfx{v // 10000}{v // 100 % 100:x}{v % 100:x}" for v in versions if v}
-
-
-def _gfx_version(properties: Path) -> int:
-    """``gfx_target_version``: major * 10000 + minor * 100 + stepping, in decimal (90500 is gfx950)."""
-    for line in properties.read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name == "gfx_target_version":
-            return int(value)
-    return 0
+def torch_is_rocm() -> bool:
+    """Whether the installed torch is built for ROCm."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    version = Path(torch.origin).with_name("version.py")
+    return version.is_file() and re.search(r"^hip\b.*=\s*'\d", version.read_text(), re.MULTILINE) is not None

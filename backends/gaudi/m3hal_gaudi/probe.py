@@ -1,28 +1,21 @@
-"""Whether this machine has the accelerator that a plan is for, read from the PCI bus."""
+"""Whether the software on this machine can use its Gaudi, asked without importing torch or opening the device."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from pathlib import Path
 
-PCI = Path("/sys/bus/pci/devices")
-HABANA = "0x1da3"
-#: PCI device ids of the Linux habanalabs driver
-MODELS = {"0x1020": "gaudi2", "0x1060": "gaudi3"}
+NODES = Path("/dev/accel")
 
 
 def probe(device: str) -> str | None:
-    """None when an accelerator of the device's model (``hpu:gaudi2``) is usable, else the reason why it is not."""
-    cards = [card for card in PCI.glob("*") if _read(card / "vendor") == HABANA]
-    if not cards:
-        return "no Intel Gaudi card is on the PCI bus; lspci -d 1da3: tells more"
-    found = {MODELS.get(_read(card / "device"), f"an unknown model ({_read(card / 'device')})") for card in cards}
-    wanted = device.removeprefix("hpu:")
-    if wanted not in found:
-        return f"this machine has {', '.join(sorted(found))}, not {wanted}"
-    if not any((card / "driver").exists() for card in cards):
-        return "no driver has taken the Gaudi cards; load it with modprobe habanalabs"
+    """None when the driver and Intel's torch bridge are ready, else the reason why ``device`` can't be used."""
+    if importlib.util.find_spec("habana_frameworks") is None:
+        return "Intel's torch bridge (habana_frameworks) is missing; install it with habanalabs-installer.sh"
+    nodes = sorted(NODES.glob("accel[0-9]*"))
+    if not nodes:
+        return f"{NODES} has no card; load the driver (modprobe habanalabs), or run docker with --runtime=habana"
+    if not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
+        return f"no card under {NODES} may be opened by this user; add the user to the cards' group"
     return None
-
-
-def _read(file: Path) -> str:
-    return file.read_text().strip() if file.is_file() else ""

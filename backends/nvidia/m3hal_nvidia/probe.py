@@ -1,51 +1,53 @@
-"""Whether this machine has the GPU that a plan is for, asked of the driver without creating a CUDA context."""
+"""Whether the software on this machine can use its NVIDIA GPU, asked without importing torch or opening the device."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import re
+from pathlib import Path
 
 NVML = "libnvidia-ml.so.1"
 
 
 def probe(device: str) -> str | None:
-    """None when a GPU of the device's architecture (``cuda:sm_90``) is visible, else the reason why it is not."""
+    """None when torch and the driver fit together, else the reason why ``device`` can't be used."""
+    built_for = torch_cuda()
+    if built_for is None:
+        return "the installed torch is built without CUDA; install a CUDA build of torch"
     try:
-        found = compute_capabilities()
+        driver = driver_cuda()
     except OSError:
-        return (
-            f"{NVML} is not on this machine; install the NVIDIA driver, or start the container with its GPUs "
-            "(docker run --gpus all)"
-        )
+        return f"{NVML} is missing; install the NVIDIA driver, or start the container with docker run --gpus all"
     except RuntimeError as error:
         return f"the NVIDIA driver does not answer ({error}); nvidia-smi tells more"
-    if not found:
-        return "the NVIDIA driver sees no GPU; nvidia-smi tells more"
-    if device.removeprefix("cuda:") not in found:
-        return f"this machine has {', '.join(sorted(found))}, not {device.removeprefix('cuda:')}"
+    if driver < built_for:
+        return (
+            f"the installed torch is built for CUDA {built_for} but the driver supports CUDA {driver} at most; "
+            f"update the driver, or install a torch for CUDA {driver}"
+        )
     return None
 
 
-def compute_capabilities() -> set[str]:
-    """Architectures of the GPUs that the driver manages, such as ``sm_90``.
+def torch_cuda() -> int | None:
+    """CUDA major version that the installed torch is built for; None for a CPU or ROCm build."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    version = Path(torch.origin).with_name("version.py")
+    found = re.search(r"^cuda\b.*=\s*'(\d+)", version.read_text(), re.MULTILINE) if version.is_file() else None
+    return int(found[1]) if found else None
+
+
+def driver_cuda() -> int:
+    """CUDA major version that the driver supports at most. NVML creates no CUDA context, so a later fork is safe.
 
     Raises OSError without the driver's library, RuntimeError when the library can't reach the driver.
     """
-    nvml = ctypes.CDLL(NVML)
-    _call(nvml, "nvmlInit_v2")
-    try:
-        count, found = ctypes.c_uint(), set()
-        _call(nvml, "nvmlDeviceGetCount_v2", ctypes.byref(count))
-        for index in range(count.value):
-            handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-            _call(nvml, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
-            _call(nvml, "nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
-            found.add(f"sm_{major.value}{minor.value}")
-        return found
-    finally:
-        _call(nvml, "nvmlShutdown")
-
-
-def _call(nvml: ctypes.CDLL, function: str, *arguments: object) -> None:
-    code = getattr(nvml, function)(*arguments)
-    if code:
-        raise RuntimeError(f"{function} returned {code}")
+    nvml, version = ctypes.CDLL(NVML), ctypes.c_int()
+    for function, arguments in (("nvmlInit_v2", ()), ("nvmlSystemGetCudaDriverVersion_v2", (ctypes.byref(version),))):
+        code = getattr(nvml, function)(*arguments)
+        if code:
+            raise RuntimeError(f"{function} returned {code}")
+    nvml.nvmlShutdown()
+    return version.value // 1000
