@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from m3hal._lazy import torch
 
-#: formats whose elements are torch dtypes of the same name
-PLAIN_FORMATS = ("float32", "bfloat16")
+#: formats whose elements are torch dtypes of the same name; float64 is what oracles compute and store in
+PLAIN_FORMATS = ("float32", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ def _rounded(weights: torch.Tensor, p_dtype: str) -> torch.Tensor:
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """``weights @ v`` in which weight zero means absent: IEEE arithmetic alone would make 0 * NaN a NaN."""
-    broken = ~torch.isfinite(v)
-    if not broken.any():
+    if torch.isfinite(v.sum()):  # then so is every value
         return torch.einsum("tghs,gsd->tghd", weights, v)
+    broken = ~torch.isfinite(v)
     tainted = torch.einsum("tghs,gsd->tghd", (weights > 0).to(v.dtype), broken.to(v.dtype)) > 0
     return torch.einsum("tghs,gsd->tghd", weights, v.masked_fill(broken, 0.0)).masked_fill(tainted, float("nan"))

@@ -26,8 +26,7 @@ def kv_read(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch
     absent = (slots < 0)[:, None, None]
 
     def take(view: torch.Tensor) -> torch.Tensor:
-        rows = view[page, :, offset].to(torch.promote_types(view.dtype, torch.float32))
-        return rows.masked_fill(absent, 0.0)
+        return _numbers(view[page, :, offset]).masked_fill(absent, 0.0)
 
     return take(cache.k), take(cache.v) if cache.layout.has_values else None
 
@@ -37,11 +36,18 @@ def read_sequence(cache: PagedCache, block_table: torch.Tensor, seq_len: int) ->
 
     Follows only the entries of ``block_table`` that hold tokens. An index cache returns its keys twice.
     """
-    position = torch.arange(seq_len, device=cache.buf.device)
-    page = block_table.long()[position // cache.layout.page_size]
-    k, v = kv_read(cache, page * cache.layout.page_size + position % cache.layout.page_size)
-    k = k.transpose(0, 1)
-    return k, k if v is None else v.transpose(0, 1)
+    pages = block_table[: -(-seq_len // cache.layout.page_size)].long()
+
+    def take(view: torch.Tensor) -> torch.Tensor:
+        return _numbers(view.transpose(0, 1)[:, pages].flatten(1, 2)[:, :seq_len])
+
+    k = take(cache.k)
+    return k, take(cache.v) if cache.layout.has_values else k
+
+
+def _numbers(stored: torch.Tensor) -> torch.Tensor:
+    """What the stored elements stand for: fp32, or fp64 for fp64 caches."""
+    return stored.to(torch.promote_types(stored.dtype, torch.float32))
 
 
 def fake(cache: PagedCache, slots: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:
