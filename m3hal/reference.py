@@ -1,1 +1,74 @@
-"""The reference backend: every definition, bound as it stands."""
+"""The reference backend: every definition, bound as it stands.
+
+It lists the core operators only. A fused operator under the reference is a composition of the plan's core entries, and
+where all of those are the reference's, the fused definition itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+from m3hal import ops
+from m3hal.dispatch.manifest import Impl, Manifest
+from m3hal.shape import Site
+
+LAYOUTS = ("hnd", "nhd")
+
+
+def bind_definition(operator: ops.Operator, site: Site) -> Callable[..., Any]:
+    """The definition with a site's static values, in the calling convention of implementations."""
+    return with_out(partial(operator.reference, **operator.static_values(site)))
+
+
+def with_out(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a functional callable the convention's ``out=``: written and returned when given."""
+
+    def run(*inputs: Any, out: Any = None) -> Any:
+        result = function(*inputs)
+        if out is None:
+            return result
+        write(out, result)
+        return out
+
+    return run
+
+
+def write(out: Any, result: Any) -> None:
+    """Copies a result into ``out``: tensors, and tuples and dataclasses of tensors."""
+    if isinstance(result, tuple):
+        for target, value in zip(out, result, strict=True):
+            write(target, value)
+    elif is_dataclass(result):
+        for field in fields(result):
+            write(getattr(out, field.name), getattr(result, field.name))
+    elif hasattr(out, "copy_"):
+        out.copy_(result)
+
+
+def __getattr__(name: str) -> Callable[[Site], Callable[..., Any]]:
+    """``m3hal.reference:rms_norm`` is the factory of that operator."""
+    if name not in ops.CORE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return partial(bind_definition, ops.load(name))
+
+
+def _operators() -> Mapping[str, tuple[Impl, ...]]:
+    files = ("ops/*.py", "layouts/*.py", "formats/*.py")
+    cached = ("kv_write", "kv_read", "kv_copy_blocks", "block_scores", "sparse_attention", "paged_attention")
+    return {
+        name: (Impl(f"{__name__}:{name}", layouts=LAYOUTS if name in cached else (), memory="self", files=files),)
+        for name in ops.CORE
+    }
+
+
+MANIFEST = Manifest(
+    name="reference",
+    vendor="m3hal",
+    api=">=1,<2",
+    priority=0,
+    devices=("*",),
+    operators=_operators(),
+)

@@ -1,0 +1,154 @@
+"""Devices by name, and which of them this machine has, asked without initialising any of them."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from m3hal.dispatch.errors import M3halError
+
+#: Kinds that :func:`detect` knows how to look for. Others are legal; their backend's probe decides.
+KINDS = ("cpu", "cuda", "hip", "hpu")
+_EXAMPLES = {"cuda": "cuda:sm_90", "hip": "hip:gfx950", "hpu": "hpu:gaudi2"}
+_NAME = re.compile(r"[a-z][a-z0-9_]*(:[A-Za-z0-9_.-]+)?")
+
+
+@dataclass(frozen=True)
+class Detected:
+    """One device of this machine. memory: bytes, 0 when unknown. source: what said so."""
+
+    device: str
+    label: str
+    memory: int
+    source: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(device: str) -> str:
+    """The device's name, if it is one: ``kind`` or ``kind:architecture``. Raises M3halError with an example."""
+    if not _NAME.fullmatch(device):
+        raise M3halError(f"{device!r} is not a device; write kind:architecture, e.g. 'cuda:sm_90', or 'cpu'.")
+    if ":" not in device and device in _EXAMPLES:
+        raise M3halError(
+            f"device {device!r} needs its architecture, e.g. {_EXAMPLES[device]!r}; "
+            "`m3hal devices` lists this machine's."
+        )
+    return device
+
+
+def kind(device: str) -> str:
+    """``cuda`` of ``cuda:sm_90``."""
+    return device.partition(":")[0]
+
+
+def matches(device: str, patterns: Iterable[str]) -> bool:
+    """Whether a device is among patterns such as ``"hip:gfx95*"``."""
+    return any(fnmatch.fnmatchcase(device, pattern) for pattern in patterns)
+
+
+def is_present(device: str) -> bool:
+    """Whether this machine has the device. A kind that m3hal can't look for counts as present: its probe decides."""
+    if kind(device) == "cpu":
+        return True
+    if kind(device) not in KINDS:
+        return True
+    return any(found.device == device for found in detect())
+
+
+@cache
+def detect() -> tuple[Detected, ...]:
+    """The devices of this machine, accelerators first."""
+    return (*_cuda(), *_hip(), *_hpu(), _cpu())
+
+
+def _cpu() -> Detected:
+    label = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                label = line.partition(":")[2].strip()
+                break
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        memory = 0
+    return Detected("cpu", f"{label}, {os.cpu_count()} cores", memory, platform.system().lower())
+
+
+def _cuda() -> list[Detected]:
+    rows = _query("nvidia-smi", "--query-gpu=compute_cap,name,memory.total", "--format=csv,noheader,nounits")
+    found = []
+    for capability, name, mebibytes in (row for row in rows if len(row) == 3):
+        arch = "sm_" + capability.replace(".", "")
+        found.append(Detected(f"cuda:{arch}", name, _integer(mebibytes) << 20, "nvidia-smi"))
+    return found
+
+
+def _hip(root: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> list[Detected]:
+    """ROCm's kernel driver lists nodes; CPUs among them have gfx_target_version 0, a GPU e.g. 90500 = gfx950."""
+    found = []
+    for node in sorted(root.glob("*"), key=lambda path: _integer(path.name)):
+        properties = dict(line.split(None, 1) for line in _read(node / "properties").splitlines() if " " in line)
+        version = _integer(properties.get("gfx_target_version", "0"))
+        if version == 0:
+            continue
+        major, minor, step = version // 10000, version // 100 % 100, version % 100
+        arch = f"gfx{major}{minor:x}{step:x}"
+        memory = sum(
+            _integer(line.split()[1])
+            for bank in node.glob("mem_banks/*/properties")
+            for line in _read(bank).splitlines()
+            if line.startswith("size_in_bytes")
+        )
+        found.append(Detected(f"hip:{arch}", _read(node / "name").strip() or arch, memory, "kfd"))
+    return found
+
+
+def _hpu(root: Path = Path("/sys/class/accel")) -> list[Detected]:
+    """Gaudi's driver puts device_type into sysfs; hl-smi knows names and memory when it is installed."""
+    kinds = [_read(node / "device" / "device_type").strip().lower() for node in sorted(root.glob("accel*"))]
+    kinds = [match[0] for text in kinds if (match := re.search(r"gaudi\d?", text))]
+    rows = [row for row in _query("hl-smi", "-Q", "name,memory.total", "-f", "csv,noheader") if len(row) == 2]
+    if not kinds:
+        # HL-2xx boards carry Gaudi 2, HL-3xx Gaudi 3, HL-1xx or HL-205 the first Gaudi.
+        generations = (re.match(r"hl-(\d)", name.lower()) for name, _ in rows)
+        kinds = [f"gaudi{match[1]}" if match else "gaudi" for match in generations]
+    found = []
+    for index, arch in enumerate(kinds):
+        name, memory = rows[index] if index < len(rows) else (arch, "0")
+        found.append(Detected(f"hpu:{arch}", name, _integer(memory) << 20, "hl-smi" if rows else "sysfs"))
+    return found
+
+
+def _query(program: str, *arguments: str) -> list[list[str]]:
+    """Comma-separated rows of a vendor's query tool; none when it is missing or fails."""
+    path = shutil.which(program)
+    if path is None:
+        return []
+    try:
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _integer(text: str) -> int:
+    match = re.match(r"\d+", text.strip())
+    return int(match[0]) if match else 0

@@ -1,0 +1,171 @@
+"""Finds backends through the entry-point group ``m3hal.backends``: the one module that knows stevedore.
+
+stevedore's own listing is replaced: its cache on disk goes stale and drops which distribution an entry point belongs
+to. One manager is made per entry point, so that a manifest whose import fails takes nothing else down and a name that
+two distributions claim never reaches stevedore's conflict handling.
+
+An import may raise anything that is an Exception, or SystemExit: both become verdicts. KeyboardInterrupt is the
+user's, and goes through.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from m3hal.dispatch.check import problem_of
+from m3hal.dispatch.errors import M3halError
+from m3hal.dispatch.manifest import Manifest
+from m3hal.dispatch.policy import RESERVED, normalized
+from m3hal.dispatch.verdict import Stage, Verdict
+
+GROUP = "m3hal.backends"
+#: The distribution of manifests that :func:`register` was given.
+IN_PROCESS = "in-process"
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A backend that is installed or registered.
+
+    target: what the entry point names. manifest: None until it was imported, or when that failed. verdict: the last
+    stage reached. traceback: of a failed import, for ``m3hal doctor``.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    target: str
+    manifest: Manifest | None = None
+    verdict: Verdict | None = None
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.distribution}:{self.name}"
+
+    def rejected(self, stage: Stage, reason: str, trace: str = "") -> Found:
+        """The same backend, out of the running."""
+        verdict = Verdict(stage, False, reason, self.name, self.distribution)
+        return replace(self, verdict=verdict, traceback=trace)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether nothing has rejected it yet."""
+        return self.verdict is None or self.verdict.accepted
+
+
+_registered: dict[str, Found] = {}
+
+
+def register(manifest: Manifest) -> None:
+    """Adds a backend to this process, for tests and notebooks; a second call with its name replaces the first.
+
+    Its distribution is ``in-process``. Raises M3halError for what is no usable manifest.
+    """
+    problem = problem_of(manifest) or _problem_with_name(getattr(manifest, "name", ""), IN_PROCESS)
+    if problem:
+        raise M3halError(f"the manifest can't be registered: {problem}.")
+    _registered[manifest.name] = Found(manifest.name, IN_PROCESS, "", "m3hal.register", manifest)
+
+
+def unregister(name: str) -> None:
+    """Takes back :func:`register`; a name that is not registered is ignored."""
+    _registered.pop(name, None)
+
+
+def refresh() -> None:
+    """Forgets the scan and the loaded manifests, after packages were installed into a running process."""
+    _scan.cache_clear()
+    _load.cache_clear()
+
+
+def discover(refusal: Callable[[str, str], str | None] = lambda name, distribution: None) -> tuple[Found, ...]:
+    """Every backend, in the order of its name; those that ``refusal(name, distribution)`` refuses are not imported."""
+    everything = sorted([*_scan(), *_registered.values()], key=lambda found: (found.name, found.distribution))
+    wanted = []
+    for found in everything:
+        reason = refusal(found.name, found.distribution)
+        problem = _problem_with_name(found.name, found.distribution)
+        if problem:
+            wanted.append(found.rejected("discover", problem))
+        else:
+            wanted.append(found.rejected("policy", reason) if reason else found)
+    return tuple(_load(found) if found.is_usable else found for found in _without_duplicates(wanted))
+
+
+def _without_duplicates(backends: Iterable[Found]) -> list[Found]:
+    """A name claimed twice is nobody's, unless the policy has already left only one of the claims."""
+    backends = list(backends)
+    result = []
+    for found in backends:
+        rivals = [other for other in backends if other.name == found.name and other.is_usable]
+        if found.is_usable and len(rivals) > 1:
+            claims = " and ".join(f"{rival.distribution} {rival.version}".strip() for rival in rivals)
+            reason = f"the name is claimed by {claims}; name one of them, e.g. '{rivals[0]}', or uninstall the other"
+            found = found.rejected("discover", reason)
+        result.append(found)
+    return result
+
+
+def _problem_with_name(name: str, distribution: str) -> str | None:
+    if name in RESERVED:
+        return f"{name!r} is a word of m3hal's configuration and can't be a backend's name"
+    if name == REFERENCE and normalized(distribution) != "m3hal":
+        return f"{REFERENCE!r} is m3hal's own backend; {distribution} must choose another name"
+    return None
+
+
+@cache
+def _scan() -> tuple[Found, ...]:
+    """The entry points of this environment, once per process (15 to 40 ms); nothing is imported."""
+    return tuple(
+        Found(
+            entry.name,
+            entry.dist.metadata["Name"] if entry.dist else "",
+            entry.dist.version if entry.dist else "",
+            entry.value,
+        )
+        for entry in importlib.metadata.entry_points(group=GROUP)
+    )
+
+
+@cache
+def _load(found: Found) -> Found:
+    """Imports one manifest and looks whether it is one."""
+    if found.manifest is not None:
+        return found
+    try:
+        manifest = _import(found)
+    except (Exception, SystemExit) as error:
+        reason = f"importing {found.target} raised {type(error).__name__}: {error}"
+        return found.rejected("import", reason, traceback.format_exc())
+    problem = problem_of(manifest)
+    if problem is None and manifest.name != found.name:
+        problem = f"the entry point is called {found.name!r} but its manifest {manifest.name!r}"
+    return found.rejected("manifest", problem) if problem else replace(found, manifest=manifest)
+
+
+def _import(found: Found) -> Any:
+    # Here, because stevedore costs about 30 ms and `import m3hal.dispatch` is on every path.
+    from stevedore.named import NamedExtensionManager
+
+    class OneEntryPoint(NamedExtensionManager):  # type: ignore[type-arg]
+        def list_entry_points(self) -> list[importlib.metadata.EntryPoint]:
+            return [
+                entry
+                for entry in importlib.metadata.entry_points(group=self.namespace, name=found.name)
+                if entry.dist is not None and entry.dist.metadata["Name"] == found.distribution
+            ]
+
+    manager = OneEntryPoint(GROUP, names=[found.name], on_load_failure_callback=_reraise)
+    return manager.extensions[0].plugin
+
+
+def _reraise(manager: object, entry: object, error: BaseException) -> None:
+    """stevedore would log and carry on; the caller keeps the reason and the traceback."""
+    raise error

@@ -1,0 +1,98 @@
+"""The hash that names an implementation, computed from its files without importing them.
+
+``impl_id`` covers the files, limits, traits and other declarations of one implementation, so a claim about it dies with
+the first byte that changes. The plan's own fingerprint is :attr:`m3hal.dispatch.plans.Plan.fingerprint`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from m3hal.dispatch.manifest import Impl
+
+_SUFFIXES = tuple(importlib.machinery.all_suffixes())
+
+
+class MissingFileError(Exception):
+    """A path in a manifest leads to no file."""
+
+
+def impl_id(operator: str, impl: Impl) -> str:
+    """16 hexadecimal digits. Raises MissingFileError, with the end of a sentence, when a named file isn't there."""
+    modules = {path.partition(":")[0] for path in (impl.path, impl.predicate) if path}
+    package = impl.path.partition(":")[0].partition(".")[0]
+    content = {module: _module_hash(module) for module in sorted(modules)}
+    content |= {pattern: _files_hash(package, pattern) for pattern in impl.files}
+    return digest({"operator": operator, "declared": asdict(impl), "content": content})
+
+
+def digest(data: Any) -> str:
+    """A short hash of plain data."""
+    text = json.dumps(data, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _module_hash(module: str) -> str:
+    name, _, rest = module.partition(".")
+    roots = _roots(name)
+    if not roots:
+        loaded = sys.modules.get(module)
+        if loaded is None:
+            raise MissingFileError(f"there is no module {module}")
+        # Typed into a notebook: it has no file, and no claim can cover it.
+        return f"in-process {id(loaded)}"
+    for root in roots:
+        for path in _spellings(root, rest):
+            if path.is_file():
+                return _content_hash(path)
+    raise MissingFileError(f"the package {name} has no module {module}")
+
+
+def _files_hash(package: str, pattern: str) -> str:
+    """Over all files of a package that match a pattern relative to its folder."""
+    paths = sorted(path for root in _roots(package) if root.is_dir() for path in root.glob(pattern) if path.is_file())
+    if not paths:
+        raise MissingFileError(f"the package {package} has no file {pattern}")
+    return digest([(path.name, _content_hash(path)) for path in paths])
+
+
+@cache
+def _roots(name: str) -> tuple[Path, ...]:
+    """Where a top-level package lies; finding it does not import it."""
+    loaded = sys.modules.get(name)
+    try:
+        spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        spec = None
+    if spec is None:
+        return ()
+    if spec.submodule_search_locations:
+        return tuple(map(Path, spec.submodule_search_locations))
+    return (Path(spec.origin),) if spec.origin else ()
+
+
+def _spellings(root: Path, rest: str) -> Iterator[Path]:
+    """The files that may hold a module: the package itself, a submodule, a subpackage."""
+    if not root.is_dir():
+        if not rest:
+            yield root
+        return
+    stem = root.joinpath(*rest.split(".")) if rest else root
+    if rest:
+        yield from (stem.with_name(stem.name + suffix) for suffix in _SUFFIXES)
+    yield from (stem / f"__init__{suffix}" for suffix in _SUFFIXES)
+
+
+@cache
+def _content_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

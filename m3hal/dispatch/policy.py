@@ -1,0 +1,306 @@
+"""What the user asked for: backend order, per-operator overrides, strictness.
+
+One schema, four carriers. For every key the first carrier that sets it wins: the API, the engine (vLLM's
+``--additional-config '{"m3hal": {...}}'``), the file that ``M3HAL_CONFIG`` names, ``M3HAL_*`` environment variables;
+then the default. ``operators`` merges by operator.
+
+    key          example                        environment variable
+    backend      "auto", "acme", "a,b", "vllm"  M3HAL_BACKEND=acme,reference
+    operators    {"rms_norm": "acme"}           M3HAL_OPERATORS='rms_norm=acme;moe_experts=acme,reference'
+    require      ["batch_invariant"]            M3HAL_REQUIRE=batch_invariant,p_dtype=float32
+    min_level    "hardware"                     M3HAL_MIN_LEVEL=emulated
+    deny         ["acme"]                       M3HAL_DENY=acme
+    plan         "plan.json"                    M3HAL_PLAN=plan.json
+    fingerprint  written by the engine          M3HAL_FINGERPRINT
+
+A backend is named ``acme``, or ``acme-dist:acme`` when two distributions claim the name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from m3hal.dispatch.errors import M3halError, did_you_mean
+from m3hal.ops import NAMES
+
+#: How far an implementation has been proved, least first; computed from claims, never declared.
+LEVELS = ("declared", "interpreted", "compiled", "emulated", "hardware")
+
+#: Words that no backend can be called.
+RESERVED = ("auto", "vllm")
+
+
+@dataclass(frozen=True, order=True)
+class BackendName:
+    """A backend as users write it: ``name``, or ``distribution:name``."""
+
+    name: str
+    distribution: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.distribution}:{self.name}" if self.distribution else self.name
+
+    def matches(self, name: str, distribution: str) -> bool:
+        """Whether an installed backend is meant. Distribution names compare as pip does."""
+        return self.name == name and (
+            not self.distribution or normalized(self.distribution) == normalized(distribution)
+        )
+
+
+Order = tuple[BackendName, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from; ``over`` are the carriers whose value it hides."""
+
+    value: Any
+    carrier: str
+    over: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        hidden = "".join(f"; hides {value!r} from {carrier}" for carrier, value in self.over)
+        return f"{self.value!r} from {self.carrier}{hidden}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A resolved configuration; make one with :meth:`resolve`.
+
+    order: backends, first first; empty is ``auto``. in_tree: ``backend: "vllm"`` was asked for. overrides: operator ->
+    backends. require: (trait, value). min_level: None is the default, "hardware" on accelerators under ``auto``.
+    pinned: path of an exported plan. fingerprint: the plan that the engine's front end made. origins: key -> where its
+    value came from.
+    """
+
+    order: Order = ()
+    in_tree: bool = False
+    overrides: Mapping[str, Order] = field(default_factory=dict)
+    require: tuple[tuple[str, str], ...] = ()
+    min_level: str | None = None
+    deny: tuple[BackendName, ...] = ()
+    pinned: str | None = None
+    fingerprint: str | None = None
+    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def resolve(
+        cls,
+        api: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Policy:
+        """Merges the carriers. Raises M3halError for an unknown key, a value of the wrong type, an unreadable file."""
+        environ = os.environ if environ is None else environ
+        carriers = [
+            ("the API", dict(api or {})),
+            ("the engine's additional_config['m3hal']", dict(engine or {})),
+            *_file(environ),
+            *_environment(environ),
+        ]
+        origins: dict[str, Origin] = {}
+        for carrier, values in carriers:
+            for key, value in _flatten(values, carrier).items():
+                first = origins.get(key)
+                if first is None:
+                    origins[key] = Origin(value, carrier)
+                elif first.value != value:
+                    origins[key] = Origin(first.value, first.carrier, (*first.over, (carrier, value)))
+        origins.setdefault("backend", Origin("auto", "the default"))
+        return cls(**_fields(origins), origins=origins)
+
+    @property
+    def backend(self) -> str:
+        """The order as users write it."""
+        return "vllm" if self.in_tree else ",".join(map(str, self.order)) or "auto"
+
+    def order_for(self, operator: str) -> Order:
+        """The backends asked for this operator; empty is ``auto``."""
+        return self.overrides.get(operator, self.order)
+
+    def origins_of(self, key: str) -> str:
+        """A key's value and where it came from, for the reasons of verdicts."""
+        return str(self.origins.get(key, Origin(self.to_json().get(key, "auto"), "the API")))
+
+    def named(self) -> tuple[BackendName, ...]:
+        """Every backend that the policy names, each once."""
+        return tuple(dict.fromkeys([*self.order, *(name for order in self.overrides.values() for name in order)]))
+
+    def to_json(self) -> dict[str, Any]:
+        """What the policy asks for, in the schema's own keys; it enters the plan's fingerprint."""
+        asked: dict[str, Any] = {"backend": self.backend}
+        if self.overrides:
+            asked["operators"] = {op: ",".join(map(str, order)) for op, order in sorted(self.overrides.items())}
+        if self.require:
+            asked["require"] = sorted("=".join(pair) for pair in self.require)
+        if self.min_level:
+            asked["min_level"] = self.min_level
+        if self.deny:
+            asked["deny"] = sorted(map(str, self.deny))
+        return asked
+
+
+def normalized(distribution: str) -> str:
+    """A distribution's name as pip compares it."""
+    return distribution.lower().replace("_", "-").replace(".", "-")
+
+
+def _fields(origins: Mapping[str, Origin]) -> dict[str, Any]:
+    """The Policy fields that the flattened values mean."""
+    fields: dict[str, Any] = {"overrides": {}}
+    for key, origin in origins.items():
+        where = f"{key!r} from {origin.carrier}"
+        if key.startswith("operators."):
+            order = _order(origin.value, where)
+            if not order or order[0].name == "vllm":
+                raise M3halError(f"{where} must name backends, e.g. 'acme' or 'acme,reference'; got {origin.value!r}.")
+            fields["overrides"][key.removeprefix("operators.")] = order
+        elif key == "backend":
+            order = _order(origin.value, where)
+            fields["in_tree"] = bool(order) and order[0].name == "vllm"
+            fields["order"] = () if fields["in_tree"] else order
+        else:
+            name, read = _KEYS[key]
+            fields[name] = read(origin.value, where)
+    return fields
+
+
+def _flatten(values: Mapping[str, Any], carrier: str) -> dict[str, Any]:
+    """``operators`` becomes one key per operator, so that each keeps its own origin; unknown keys are refused."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if key == "m3hal":
+            raise M3halError(
+                f"{carrier} has the key 'm3hal' inside m3hal's own configuration; put its keys one level up."
+            )
+        if key == "operators":
+            if not isinstance(value, Mapping):
+                raise M3halError(f"'operators' from {carrier} must map operators to backends; got {value!r}.")
+            for operator, order in value.items():
+                if operator not in NAMES:
+                    raise M3halError(
+                        f"{operator!r} in 'operators' from {carrier} is no operator.{did_you_mean(operator, NAMES)}"
+                    )
+                flat[f"operators.{operator}"] = order
+        elif key == "backend" or key in _KEYS:
+            if value is not None:
+                flat[key] = value
+        else:
+            known = ["backend", "operators", *_KEYS]
+            raise M3halError(
+                f"{key!r} from {carrier} is no key of m3hal's configuration.{did_you_mean(str(key), known)}"
+            )
+    return flat
+
+
+def _file(environ: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    path = environ.get("M3HAL_CONFIG")
+    if not path:
+        return []
+    carrier = f"the file {path} (M3HAL_CONFIG)"
+    try:
+        text = Path(path).read_text()
+        if path.endswith(".toml"):
+            import tomllib
+
+            values = tomllib.loads(text)
+        else:
+            values = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise M3halError(
+            f"{carrier} can't be read as {'TOML' if path.endswith('.toml') else 'JSON'}: {error}."
+        ) from error
+    if not isinstance(values, dict):
+        raise M3halError(f'{carrier} must hold an object whose keys are m3hal\'s, e.g. {{"backend": "auto"}}.')
+    return [(carrier, values)]
+
+
+def _environment(environ: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    """Each variable is a carrier of its own, so that its name shows as the origin."""
+    known = {f"M3HAL_{key.upper()}": key for key in ("backend", "operators", *_KEYS)}
+    carriers: list[tuple[str, dict[str, Any]]] = []
+    for variable in sorted(name for name in environ if name.startswith("M3HAL_") and name != "M3HAL_CONFIG"):
+        if variable not in known:
+            hint = did_you_mean(variable, [*known, "M3HAL_CONFIG"])
+            raise M3halError(f"the environment variable {variable} means nothing to m3hal.{hint}")
+        if environ[variable]:
+            key, text = known[variable], environ[variable]
+            carriers.append((variable, {key: _operators(text, variable) if key == "operators" else text}))
+    return carriers
+
+
+def _operators(text: str, variable: str) -> Mapping[str, Any]:
+    """``rms_norm=acme;moe_experts=acme,reference``, or a JSON object."""
+    if text.lstrip().startswith("{"):
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise M3halError(f"{variable} can't be read as JSON: {error}.") from error
+        return dict(values)
+    pairs = [part.partition("=") for part in text.split(";") if part.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise M3halError(f"{variable} must read 'operator=backend;operator=backend'; got {text!r}.")
+    return {operator.strip(): order.strip() for operator, _, order in pairs}
+
+
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    """A list of strings, or one string with commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+        raise M3halError(f"{where} must be a string or a list of strings; got {value!r}.")
+    return tuple(dict.fromkeys(stripped for part in parts if (stripped := part.strip())))
+
+
+def _backend_name(text: str) -> BackendName:
+    distribution, colon, name = text.rpartition(":")
+    return BackendName(name.strip(), distribution.strip() if colon else "")
+
+
+def _order(value: Any, where: str) -> Order:
+    """Empty for ``auto``. ``auto`` and ``vllm`` stand alone: a list permits exactly the fallbacks it names."""
+    names = _names(value, where)
+    if not names:
+        raise M3halError(f"{where} names no backend; write 'auto', a name, or names with commas.")
+    reserved = [name for name in names if name in RESERVED]
+    if reserved and len(names) > 1:
+        raise M3halError(f"{where} mixes {reserved[0]!r} with backend names; {reserved[0]!r} stands alone.")
+    return () if names == ("auto",) else tuple(map(_backend_name, names))
+
+
+def _deny(value: Any, where: str) -> tuple[BackendName, ...]:
+    return tuple(map(_backend_name, _names(value, where)))
+
+
+def _require(value: Any, where: str) -> tuple[tuple[str, str], ...]:
+    """``batch_invariant`` means ``batch_invariant=yes``. Names are checked against the operators when planning."""
+    pairs = (text.partition("=") for text in _names(value, where))
+    return tuple((name.strip(), wanted.strip() or "yes") for name, _, wanted in pairs)
+
+
+def _level(value: Any, where: str) -> str:
+    if value not in LEVELS:
+        raise M3halError(
+            f"{where} must be one of {', '.join(LEVELS)}; got {value!r}.{did_you_mean(str(value), LEVELS)}"
+        )
+    return str(value)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise M3halError(f"{where} must be a string; got {value!r}.")
+    return value
+
+
+#: key -> (field of Policy, reader)
+_KEYS: Mapping[str, tuple[str, Callable[[Any, str], Any]]] = {
+    "require": ("require", _require),
+    "min_level": ("min_level", _level),
+    "deny": ("deny", _deny),
+    "plan": ("pinned", _text),
+    "fingerprint": ("fingerprint", _text),
+}

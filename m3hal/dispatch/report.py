@@ -1,0 +1,116 @@
+"""A plan as a table, an explanation and JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from m3hal.dispatch.table import table
+
+if TYPE_CHECKING:
+    from m3hal.dispatch.plans import Choice, Plan
+
+
+def plan_table(plan: Plan, width: int | None = None) -> str:
+    """One row per operator and server; sites that share it are joined."""
+    head = heading(plan)
+    if plan.in_tree:
+        return head
+    merged: dict[tuple[str, ...], list[str]] = {}
+    for choice in plan.choices:
+        key = (choice.operator, served_by(choice), _identity(choice), choice.reason)
+        merged.setdefault(key, []).append(choice.site or "all")
+    rows = [
+        (op, ", ".join(sites), server, identity, reason) for (op, server, identity, reason), sites in merged.items()
+    ]
+    return f"{head}\n{table(('operator', 'sites', 'served by', 'impl_id', 'why'), rows, width)}"
+
+
+def heading(plan: Plan) -> str:
+    """What the plan is about, in a line or two."""
+    assumed = "" if plan.present else " (not in this machine: libraries assumed, nothing probed)"
+    lines = [f"m3hal plan {plan.fingerprint} for {plan.device}{assumed}, backend {plan.policy.backend!r}"]
+    if plan.in_tree:
+        lines.append(f"vLLM's in-tree model stays: {plan.reason}")
+    lines += [
+        f"cache layout at {site}: {layout} ({plan.layout_reasons[site]})" for site, layout in plan.layouts.items()
+    ]
+    return "\n".join(lines)
+
+
+def explain(plan: Plan, operator: str | None, width: int | None) -> str:
+    """The configuration and where it came from, the backends, then the verdicts on an operator, or the table."""
+    parts = [
+        "configuration\n" + "\n".join(f"  {key} = {origin}" for key, origin in plan.policy.origins.items()),
+        "backends\n" + "\n".join(f"  {found}: {found.verdict or 'not reached'}" for found in plan.backends),
+    ]
+    if plan.faults:
+        parts.append("faults in manifests\n" + "\n".join(f"  {v.operator}: {v}" for v in plan.faults))
+    if operator is None:
+        return "\n\n".join([plan_table(plan, width), *parts])
+    return "\n\n".join([heading(plan), *(_explain_row(plan, row) for row in plan.rows(operator)), *parts])
+
+
+def _explain_row(plan: Plan, choice: Choice) -> str:
+    where = f"{choice.operator} at {choice.site}" if choice.site else choice.operator
+    lines = [f"{where}: {served_by(choice)} ({choice.reason})"]
+    lines += [f"  {part.operator}: {served_by(part)}" for part in plan.constituents(choice)]
+    if choice.chosen:
+        for rung in choice.chosen.impl.rungs:
+            upper = "" if rung.max_tokens is None else rung.max_tokens
+            lines.append(f"  rung {rung.name}: {', '.join(rung.phases)}, {rung.min_tokens}..{upper} tokens")
+    return "\n".join([*lines, *(f"  {verdict}" for verdict in choice.verdicts)])
+
+
+def served_by(choice: Choice) -> str:
+    """The server, with the implementation's name where it says more than the operator."""
+    if choice.chosen and choice.chosen.label != choice.operator:
+        return f"{choice.server} {choice.chosen.label}"
+    return choice.server
+
+
+def _identity(choice: Choice) -> str:
+    return choice.chosen.impl_id if choice.chosen else ""
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Plain data, in a fixed order."""
+    return {
+        "fingerprint": plan.fingerprint,
+        "device": plan.device,
+        "present": plan.present,
+        "policy": plan.policy.to_json(),
+        "origins": {key: str(origin) for key, origin in plan.policy.origins.items()},
+        "in_tree": plan.in_tree,
+        "reason": plan.reason,
+        "layouts": {site: {"layout": name, "why": plan.layout_reasons[site]} for site, name in plan.layouts.items()},
+        "backends": [
+            {
+                "name": found.name,
+                "distribution": found.distribution,
+                "version": found.version,
+                "verdict": found.verdict.to_json() if found.verdict else None,
+            }
+            for found in plan.backends
+        ],
+        "faults": [verdict.to_json() for verdict in plan.faults],
+        "choices": [_choice_json(choice) for choice in plan.choices],
+    }
+
+
+def _choice_json(choice: Choice) -> dict[str, Any]:
+    row: dict[str, Any] = {"operator": choice.operator, "site": choice.site, "server": choice.server}
+    if choice.chosen:
+        chosen = choice.chosen
+        row |= {
+            "backend": chosen.backend,
+            "distribution": chosen.distribution,
+            "version": chosen.version,
+            "impl": chosen.label,
+            "impl_id": chosen.impl_id,
+            "level": chosen.level,
+            "traits": dict(chosen.impl.traits),
+            "rungs": [rung.name for rung in chosen.impl.rungs],
+        }
+    if choice.composed:
+        row["composed"] = list(choice.composed)
+    return row | {"reason": choice.reason, "verdicts": [verdict.to_json() for verdict in choice.verdicts]}

@@ -1,0 +1,205 @@
+"""Puts backends to a device and implementations to a site, one stage after the other; each answer is a verdict.
+
+Nothing that a vendor wrote can crash a plan: what raises or exits is rejected at its stage with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pkgutil
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from m3hal import ops
+from m3hal.dispatch import devices, versions
+from m3hal.dispatch.check import gap_in_ladder, problem_of_impl, unknown_operators
+from m3hal.dispatch.discovery import REFERENCE, Found
+from m3hal.dispatch.identity import MissingFileError, impl_id
+from m3hal.dispatch.manifest import API_VERSION, Impl, Manifest
+from m3hal.dispatch.policy import LEVELS, BackendName
+from m3hal.dispatch.verdict import Stage, Verdict
+from m3hal.shape import Site
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation of one operator, well-formed and identified."""
+
+    operator: str
+    backend: str
+    distribution: str
+    version: str
+    impl: Impl
+    impl_id: str
+    level: str
+
+    @property
+    def label(self) -> str:
+        """The implementation's own name, else its factory's."""
+        return self.impl.name or self.impl.path.rpartition(":")[2]
+
+    def verdict(self, stage: Stage, accepted: bool, reason: str, site: str = "") -> Verdict:
+        """A verdict about this implementation."""
+        return Verdict(stage, accepted, reason, self.backend, self.distribution, self.operator, site, self.label)
+
+    def is_from(self, name: BackendName) -> bool:
+        """Whether a name in a policy means this implementation's backend."""
+        return name.matches(self.backend, self.distribution)
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a policy asks of every implementation. levels: impl_id -> level, from claims."""
+
+    require: tuple[tuple[str, str], ...]
+    min_level: str | None
+    levels: Mapping[str, str]
+
+
+def screen_backend(found: Found, device: str, present: bool) -> Found:
+    """The backend with its verdict: api, device, libraries, probe."""
+    if not found.is_usable or found.manifest is None:
+        return found
+    manifest = found.manifest
+    spoken = ".".join(map(str, API_VERSION))
+    if not versions.satisfies(spoken, manifest.api):
+        return found.rejected("api", f"it was written for backend API {manifest.api}; this m3hal speaks {spoken}")
+    if not devices.matches(device, manifest.devices):
+        return found.rejected("device", f"it runs on {', '.join(manifest.devices)}; not on {device}")
+    if not present:
+        libraries = ", ".join(f"{name} {wanted}" for name, wanted in manifest.libraries.items())
+        assumed = f"; {libraries} assumed" if libraries else ""
+        return _usable(found, f"this machine has no {device}: not probed{assumed}")
+    for name, wanted in manifest.libraries.items():
+        problem = _problem_of_library(name, wanted)
+        if problem:
+            return found.rejected("library", problem)
+    if manifest.probe is None:
+        return _usable(found, "it needs no probe")
+    problem, trace = _ask(manifest.probe, device)
+    if problem:
+        return found.rejected("probe", problem, trace)
+    return _usable(found, f"its probe finds {device} usable")
+
+
+def _usable(found: Found, reason: str) -> Found:
+    return replace(found, verdict=Verdict("chosen", True, reason, found.name, found.distribution))
+
+
+def _problem_of_library(name: str, wanted: str) -> str | None:
+    try:
+        have = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"it needs {name} {wanted}, which is not installed; pip install '{name}{wanted}'"
+    if not versions.satisfies(have, wanted):
+        return f"it needs {name} {wanted}; {have} is installed"
+    return None
+
+
+def _ask(path: str, argument: Any) -> tuple[str | None, str]:
+    """Calls a vendor's probe or predicate: (why not, traceback). It must answer None or a reason."""
+    try:
+        answer = pkgutil.resolve_name(path)(argument)
+    except (Exception, SystemExit) as error:
+        return f"{path} raised {type(error).__name__}: {error}", traceback.format_exc()
+    if answer is None or (isinstance(answer, str) and answer):
+        return answer, ""
+    return f"{path} returned {answer!r}; it must return None or the reason for refusing", ""
+
+
+def candidates(
+    found: Found, operators: Mapping[str, ops.Operator], levels: Mapping[str, str]
+) -> tuple[list[Candidate], list[Verdict]]:
+    """The well-formed implementations of a usable backend, and verdicts on what its manifest got wrong."""
+    assert found.manifest is not None
+    manifest: Manifest = found.manifest
+    good: list[Candidate] = []
+    bad = [
+        Verdict("manifest", False, problem, found.name, found.distribution, name)
+        for name, problem in unknown_operators(manifest)
+    ]
+    for name, operator in operators.items():
+        impls = manifest.operators.get(name, ())
+        if not isinstance(impls, tuple):
+            reason = f"operators[{name!r}] must be a tuple of Impl; it is a {type(impls).__name__}"
+            bad.append(Verdict("manifest", False, reason, found.name, found.distribution, name))
+            continue
+        for impl in impls:
+            problem, identity = problem_of_impl(impl, operator), ""
+            if problem is None:
+                identity, problem = _identify(name, impl)
+            label = getattr(impl, "name", "") or str(getattr(impl, "path", "")).rpartition(":")[2]
+            if problem:
+                bad.append(Verdict("manifest", False, problem, found.name, found.distribution, name, "", label))
+                continue
+            level = levels.get(identity, LEVELS[0])
+            good.append(Candidate(name, found.name, found.distribution, found.version, impl, identity, level))
+    return good, bad
+
+
+def _identify(operator: str, impl: Impl) -> tuple[str, str | None]:
+    try:
+        return impl_id(operator, impl), None
+    except MissingFileError as error:
+        return "", str(error)
+
+
+def screen(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> Verdict:
+    """One implementation at one site: limits, ladder, predicate, traits, level."""
+    for stage, check in _STAGES:
+        reason = check(candidate, operator, site, demands)
+        if reason:
+            return candidate.verdict(stage, False, reason, site.kind)
+    return candidate.verdict("chosen", True, "every stage passed", site.kind)
+
+
+def _limits(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
+    for limit in candidate.impl.limits:
+        try:
+            reason = limit.refusal(getattr(site, limit.attribute))
+        except Exception as error:
+            reason = f"its limit on {limit.attribute} raised {type(error).__name__}: {error}"
+        if reason:
+            return reason
+    return gap_in_ladder(candidate.impl.rungs, site.max_tokens)
+
+
+def _predicate(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
+    return _ask_about(candidate.impl.predicate, site) if candidate.impl.predicate else None
+
+
+@cache
+def _ask_about(predicate: str, site: Site) -> str | None:
+    return _ask(predicate, site)[0]
+
+
+def _traits(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
+    for name, wanted in demands.require:
+        vocabulary = next((trait.values for trait in operator.traits if trait.name == name), None)
+        if vocabulary is None:
+            continue
+        has = candidate.impl.traits.get(name, vocabulary[0])
+        if has != wanted:
+            return f"the policy requires {name}={wanted}; it declares {has}"
+    return None
+
+
+def _level(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
+    least = demands.min_level
+    if least is None or candidate.backend == REFERENCE:
+        return None
+    if LEVELS.index(candidate.level) < LEVELS.index(least):
+        return f"it is proved to the level {candidate.level!r}; the policy asks for {least!r}"
+    return None
+
+
+_Check = Callable[[Candidate, ops.Operator, Site, Demands], "str | None"]
+_STAGES: tuple[tuple[Stage, _Check], ...] = (
+    ("limits", _limits),
+    ("predicate", _predicate),
+    ("traits", _traits),
+    ("level", _level),
+)
