@@ -1,0 +1,25 @@
+"""Small host-side helpers that the kernels' callables share."""
+
+from __future__ import annotations
+
+import torch
+
+LOG2_E = 1.4426950408889634
+
+
+def power_of_two_below(value: int) -> int:
+    """The largest power of two that is at most ``value`` (1 for less)."""
+    return 1 << max(value.bit_length() - 1, 0)
+
+
+def common_power_of_two(*values: int) -> int:
+    """The largest power of two that divides all the values."""
+    bits = 0
+    for value in values:
+        bits |= value
+    return bits & -bits
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """fp32 products are IEEE products here: an engine in fp32 is compared exactly, so TF32 is no option."""
+    return "ieee" if dtype == torch.float32 else "tf32"
