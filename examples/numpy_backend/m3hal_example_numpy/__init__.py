@@ -1,8 +1,14 @@
 """A backend as data: what it runs on, which operators it has, and at which sites it may serve them."""
 
-from m3hal.dispatch.manifest import Impl, Manifest, at_most, one_of
+from m3hal.dispatch.manifest import Impl, Limit, Manifest, at_most, one_of
 
 FP32 = one_of("dtype", "float32")  # NumPy has no bfloat16
+
+
+def _numpy(kernel: str, *limits: Limit) -> tuple[Impl, ...]:
+    # memory: NumPy allocates its temporaries itself. files: edge.py is part of every kernel, so its bytes enter the id.
+    return (Impl(f"m3hal_example_numpy.kernels:{kernel}", limits=limits, memory="self", files=("edge.py",)),)
+
 
 MANIFEST = Manifest(
     name="numpy",
@@ -12,11 +18,11 @@ MANIFEST = Manifest(
     devices=("cpu",),
     libraries={"numpy": ">=1.26"},
     operators={
-        "rms_norm": (Impl("m3hal_example_numpy.kernels:rms_norm", limits=(FP32,)),),
-        "add_rms_norm": (Impl("m3hal_example_numpy.kernels:add_rms_norm", limits=(FP32,)),),
-        "rope_partial": (Impl("m3hal_example_numpy.kernels:rope_partial", limits=(FP32,)),),
-        "swiglu_oai": (Impl("m3hal_example_numpy.kernels:swiglu_oai", limits=(FP32,)),),
-        "route_topk": (Impl("m3hal_example_numpy.kernels:route_topk", limits=(at_most("num_experts", 1024),)),),
-        "topk_blocks": (Impl("m3hal_example_numpy.kernels:topk_blocks"),),
+        "rms_norm": _numpy("rms_norm", FP32),
+        "add_rms_norm": _numpy("add_rms_norm", FP32),
+        "rope_partial": _numpy("rope_partial", FP32),
+        "swiglu_oai": _numpy("swiglu_oai", FP32),
+        "route_topk": _numpy("route_topk", at_most("num_experts", 1024)),
+        "topk_blocks": _numpy("topk_blocks"),
     },
 )
