@@ -2,7 +2,7 @@
 
 from m3hal.dispatch.bind import Bound
 from m3hal.dispatch.discovery import refresh, register, unregister
-from m3hal.dispatch.errors import M3halError
+from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError
 from m3hal.dispatch.manifest import (
     API_VERSION,
     Impl,
@@ -27,6 +27,7 @@ __all__ = [
     "VLLM_HOLDS",
     "Bound",
     "Choice",
+    "ConfigurationError",
     "Impl",
     "Kernel",
     "Limit",
@@ -35,6 +36,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Rung",
+    "UnsupportedError",
     "Verdict",
     "at_least",
     "at_most",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from m3hal import ops
 from m3hal.dispatch.compose import compose
 from m3hal.dispatch.errors import M3halError
-from m3hal.dispatch.identity import digest
 from m3hal.dispatch.manifest import Kernel
 from m3hal.dispatch.screen import Candidate
 from m3hal.shape import Site
@@ -119,7 +118,7 @@ def _bind_composed(plan: Plan, choice: Choice) -> Bound:
         operator=operator.name,
         site=site,
         backend="+".join(dict.fromkeys(part.backend for part in parts.values())),
-        impl_id=digest({"operator": operator.name, "parts": {name: part.impl_id for name, part in parts.items()}}),
+        impl_id=plan.impl_id(choice),
         traits={k: v for part in parts.values() for k, v in part.traits.items() if k in vocabulary},
         **{name: getattr(kernel, name) for name in _KERNEL},
     )

@@ -55,6 +55,10 @@ def problem_of_impl(impl: Any, operator: ops.Operator) -> str | None:
     """What makes one implementation unusable; None when it is fine."""
     if not isinstance(impl, Impl):
         return f"it is a {type(impl).__name__}, not a m3hal.Impl"
+    if not isinstance(impl.name, str):
+        return f"its name {impl.name!r} must be a string"
+    if not isinstance(impl.limits, tuple) or not isinstance(impl.rungs, tuple):
+        return "its limits and rungs must be tuples; a tuple of one is written (limit,)"
     if not _is_path(impl.path):
         return f"its path {impl.path!r} must read 'module:factory'"
     if impl.predicate is not None and not _is_path(impl.predicate):

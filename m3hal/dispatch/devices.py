@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from m3hal.dispatch.errors import M3halError
+from m3hal.dispatch.errors import ConfigurationError
 
 #: Kinds that :func:`detect` knows how to look for. Others are legal; their backend's probe decides.
 KINDS = ("cpu", "cuda", "hip", "hpu")
@@ -36,11 +36,11 @@ class Detected:
 
 
 def check(device: str) -> str:
-    """The device's name, if it is one: ``kind`` or ``kind:architecture``. Raises M3halError with an example."""
+    """The device's name, if it is one: ``kind`` or ``kind:architecture``. Raises ConfigurationError with an example."""
     if not _NAME.fullmatch(device):
-        raise M3halError(f"{device!r} is not a device; write kind:architecture, e.g. 'cuda:sm_90', or 'cpu'.")
+        raise ConfigurationError(f"{device!r} is not a device; write kind:architecture, e.g. 'cuda:sm_90', or 'cpu'.")
     if ":" not in device and device in _EXAMPLES:
-        raise M3halError(
+        raise ConfigurationError(
             f"device {device!r} needs its architecture, e.g. {_EXAMPLES[device]!r}; "
             "`m3hal devices` lists this machine's."
         )
@@ -59,9 +59,7 @@ def matches(device: str, patterns: Iterable[str]) -> bool:
 
 def is_present(device: str) -> bool:
     """Whether this machine has the device. A kind that m3hal can't look for counts as present: its probe decides."""
-    if kind(device) == "cpu":
-        return True
-    if kind(device) not in KINDS:
+    if kind(device) == "cpu" or kind(device) not in KINDS:
         return True
     return any(found.device == device for found in detect())
 
@@ -120,14 +118,20 @@ def _hpu(root: Path = Path("/sys/class/accel")) -> list[Detected]:
     kinds = [match[0] for text in kinds if (match := re.search(r"gaudi\d?", text))]
     rows = [row for row in _query("hl-smi", "-Q", "name,memory.total", "-f", "csv,noheader") if len(row) == 2]
     if not kinds:
-        # HL-2xx boards carry Gaudi 2, HL-3xx Gaudi 3, HL-1xx or HL-205 the first Gaudi.
-        generations = (re.match(r"hl-(\d)", name.lower()) for name, _ in rows)
-        kinds = [f"gaudi{match[1]}" if match else "gaudi" for match in generations]
+        kinds = [_gaudi_of_board(name) for name, _ in rows]
     found = []
     for index, arch in enumerate(kinds):
         name, memory = rows[index] if index < len(rows) else (arch, "0")
         found.append(Detected(f"hpu:{arch}", name, _integer(memory) << 20, "hl-smi" if rows else "sysfs"))
     return found
+
+
+def _gaudi_of_board(name: str) -> str:
+    """HL-205 carries the first Gaudi, HL-225 and HL-288 carry Gaudi 2, HL-325, HL-338 and HL-388 Gaudi 3."""
+    board = re.match(r"hl-(\d)(\d)", name.lower())
+    if board is None or board[1] == "1" or board[1] + board[2] == "20":
+        return "gaudi"
+    return f"gaudi{board[1]}"
 
 
 def _query(program: str, *arguments: str) -> list[list[str]]:

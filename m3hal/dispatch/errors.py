@@ -21,6 +21,14 @@ class M3halError(Exception):
         self.verdicts = tuple(verdicts)
 
 
+class ConfigurationError(M3halError):
+    """A name, key or value that means nothing: a slip in what was asked, not a lack of what is installed."""
+
+
+class UnsupportedError(M3halError):
+    """What was asked for is installed, but nothing of it can run on the device."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for a near miss, else the list of what is known; to end a sentence about ``name``."""
     names = sorted(set(known))

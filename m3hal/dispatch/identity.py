@@ -12,7 +12,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ def impl_id(operator: str, impl: Impl) -> str:
     package = impl.path.partition(":")[0].partition(".")[0]
     content = {module: _module_hash(module) for module in sorted(modules)}
     content |= {pattern: _files_hash(package, pattern) for pattern in impl.files}
-    return digest({"operator": operator, "declared": asdict(impl), "content": content})
+    return digest({"operator": operator, "declared": _plain(impl), "content": content})
 
 
 def digest(data: Any) -> str:
@@ -41,7 +40,10 @@ def digest(data: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@cache
+def _plain(impl: Impl) -> dict[str, Any]:
+    return {**vars(impl), "traits": dict(impl.traits), "limits": repr(impl.limits), "rungs": repr(impl.rungs)}
+
+
 def _module_hash(module: str) -> str:
     name, _, rest = module.partition(".")
     roots = _roots(name)
@@ -71,6 +73,7 @@ def _roots(name: str) -> tuple[Path, ...]:
     """Where a top-level package lies; finding it does not import it."""
     loaded = sys.modules.get(name)
     try:
+        # find_spec raises for a loaded module without a spec, as __main__ is in a notebook.
         spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
         spec = None
@@ -93,6 +96,12 @@ def _spellings(root: Path, rest: str) -> Iterator[Path]:
     yield from (stem / f"__init__{suffix}" for suffix in _SUFFIXES)
 
 
-@cache
 def _content_hash(path: Path) -> str:
+    status = path.stat()
+    return _hash_at(path, status.st_mtime_ns, status.st_size)
+
+
+@cache
+def _hash_at(path: Path, modified: int, size: int) -> str:
+    """A plan hashes the reference's files once per operator; a file that changed meanwhile is read again."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -16,28 +16,29 @@ def choose(rows: Sequence[Row], allowed: Sequence[str]) -> tuple[str, str]:
 
     Ties go to the layout that the engine prefers.
     """
-    best = min(allowed, key=lambda layout: (*_cost(rows, layout), allowed.index(layout)))
     if len(allowed) == 1:
-        return best, f"the engine allocates {best} only"
-    forcing = [f"{op.name} ({_first(c).backend})" for op, c in rows if c and set(allowed) - set(_first(c).impl.layouts)]
-    if forcing:
-        return best, f"forced by {', '.join(forcing)}"
-    return best, f"every operator takes it, and the engine prefers it among {', '.join(allowed)}"
+        return allowed[0], f"the engine allocates {allowed[0]} only"
+    best = min(allowed, key=lambda layout: (*_cost(rows, layout), allowed.index(layout)))
+    others = [layout for layout in allowed if layout != best]
+    forcing = [_name(row) for row in rows if any(_place(row, best) < _place(row, other) for other in others)]
+    yielding = [_name(row) for row in rows if any(_place(row, best) > _place(row, other) for other in others)]
+    reason = f"forced by {', '.join(forcing)}" if forcing else f"the engine prefers it among {', '.join(allowed)}"
+    return best, reason + (f"; {', '.join(yielding)} would rather have another" if yielding else "")
 
 
-def _first(candidates: Sequence[Candidate]) -> Candidate:
-    return candidates[0]
+def _name(row: Row) -> str:
+    operator, candidates = row
+    return f"{operator.name} of {candidates[0].backend}"
+
+
+def _place(row: Row, layout: str) -> int:
+    """How far down its list an operator has to go for a layout."""
+    _, candidates = row
+    return next((i for i, c in enumerate(candidates) if layout in c.impl.layouts), len(candidates))
 
 
 def _cost(rows: Sequence[Row], layout: str) -> tuple[int, int]:
     """(core operators left without an implementation, places down the order that the others have to go)."""
-    unserved = places = 0
-    for operator, candidates in rows:
-        place = next((i for i, c in enumerate(candidates) if layout in c.impl.layouts), None)
-        if place is not None:
-            places += place
-        elif operator.kind == "core":
-            unserved += 1
-        else:
-            places += len(candidates)
-    return unserved, places
+    places = [(operator, candidates, _place((operator, candidates), layout)) for operator, candidates in rows]
+    unserved = sum(operator.kind == "core" and place == len(candidates) for operator, candidates, place in places)
+    return unserved, sum(place for _, _, place in places)

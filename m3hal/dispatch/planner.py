@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from m3hal import ops
-from m3hal.dispatch import devices, layout
+from m3hal.dispatch import admission, coverage, devices, layout, pin
 from m3hal.dispatch.discovery import REFERENCE, Found, discover
-from m3hal.dispatch.errors import M3halError, did_you_mean
+from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.plans import Choice, Plan
-from m3hal.dispatch.policy import BackendName, Policy
+from m3hal.dispatch.policy import Policy
 from m3hal.dispatch.screen import Candidate, Demands, candidates, screen, screen_backend
 from m3hal.dispatch.verdict import Verdict
 from m3hal.shape import ModelShape, Site
@@ -18,10 +18,9 @@ from m3hal.shape import ModelShape, Site
 #: What stock vLLM keeps for itself: its parallel layers shard, load and quantise their own weights.
 VLLM_HOLDS: Mapping[str, str] = {"linear": "vllm", "embedding": "vllm", "lm_head": "vllm", "all_reduce": "vllm"}
 
-#: pip extras of the core, for the error about a backend that is not installed
-_EXTRAS = ("nvidia", "amd", "gaudi", "triton")
-
-Screened = dict[tuple[str, str], list[tuple[Candidate, Verdict]]]
+#: An operator's implementations at a site, in the order in which the policy wants them, with their verdicts.
+Row = list[tuple[Candidate, Verdict]]
+Key = tuple[str, str]  # operator, site
 
 
 def plan(
@@ -48,18 +47,29 @@ def plan(
         levels: impl_id -> verification level, from claims.
         present: whether this machine has the device; None: look.
 
-    Raises M3halError when a name is unknown, when a backend that the policy names is unusable or leaves an operator
-    uncovered, and when a pinned plan or the engine's fingerprint is not met.
+    Raises M3halError: ConfigurationError when a name is unknown; UnsupportedError when the backends that the policy
+    names can't run here; else when they leave an operator uncovered, or a pin or the engine's fingerprint is not met.
     """
     policy = Policy.resolve() if policy is None else policy
+    pinned = pin.load(policy) if policy.pinned else None
+    asked = policy if pinned is None else replace(pinned.policy, fingerprint=policy.fingerprint)
     device = devices.check(device)
-    present = devices.is_present(device) if present is None else present
-    wanted = _operators(operators)
-    _check_policy(policy, wanted, engine)
-    backends = tuple(screen_backend(found, device, present) for found in discover(_refusal(policy)))
-    _check_names(policy, backends, device)
-    job = _Job(shape, device, policy, present, engine, tuple(cache_layouts), wanted, backends, partial, levels or {})
-    made = _in_tree(job, "the policy asks for vLLM's in-tree model") if policy.in_tree else job.plan()
+    job = _Job(
+        shape=shape,
+        device=device,
+        policy=asked,
+        present=devices.is_present(device) if present is None else present,
+        engine=engine,
+        cache_layouts=tuple(cache_layouts),
+        wanted=admission.operators_named(operators),
+        levels=levels or {},
+        pins=pinned.impl_ids if pinned else None,
+    )
+    made = job.plan()
+    if pinned and not pinned.is_in_tree:
+        pin.check(made, pinned)
+    elif not partial and not made.in_tree:
+        made = coverage.settle(made)
     if policy.fingerprint and policy.fingerprint != made.fingerprint:
         raise M3halError(
             f"this process plans {made.fingerprint} but the engine's front end planned {policy.fingerprint}: "
@@ -68,7 +78,7 @@ def plan(
     return made
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Job:
     """One planning, with its arguments at hand."""
 
@@ -79,281 +89,154 @@ class _Job:
     engine: Mapping[str, str]
     cache_layouts: tuple[str, ...]
     wanted: Mapping[str, ops.Operator]
-    backends: tuple[Found, ...]
-    partial: bool
     levels: Mapping[str, str]
+    pins: Mapping[Key, str] | None
 
     def plan(self) -> Plan:
-        pool, faults = self._pool()
-        sites = [(op, site) for op in self._own() for site in self.shape.sites() if site.kind in op.sites]
-        screened: Screened = {(op.name, site.kind): self._screen(op, site, pool[op.name]) for op, site in sites}
-        layouts, reasons = self._layouts(screened)
-        core = {
-            key: self._core(ops.load(key[0]), key[1], row, layouts)
-            for key, row in screened.items()
-            if ops.load(key[0]).kind == "core"
-        }
-        fused = {
-            key: self._fused(ops.load(key[0]), key[1], row, layouts, core)
-            for key, row in screened.items()
-            if ops.load(key[0]).kind == "fused"
-        }
-        choices = (*core.values(), *fused.values(), *self._held())
-        made = self._made(choices, layouts, reasons, tuple(faults))
-        missing = [choice for choice in choices if not choice.is_served and ops.load(choice.operator).kind == "core"]
-        missing += [c for c in choices if not c.is_served and c.operator in self.policy.overrides and c not in missing]
-        return made if self.partial or not missing else self._uncovered(made, missing)
+        admission.check_policy(self.policy, self.engine, self.levels)
+        found = discover(lambda name, distribution: admission.refusal(self.policy, name, distribution))
+        backends = tuple(screen_backend(backend, self.device, self.present) for backend in found)
+        admission.check_backends(self.policy, backends, self.device)
+        made = Plan(self.shape, self.device, self.policy, self.present, tuple(self._held()), {}, {}, backends)
+        if self.policy.in_tree:
+            told = self.policy.told("backend")
+            return replace(made, in_tree=True, reason=f"the policy asks for it: backend {told}")
+        pool, faults = self._pool(backends)
+        rows: dict[Key, Row] = {(op.name, at.kind): self._screen(op, at, pool[op.name]) for op, at in self._places()}
+        layouts, reasons = self._layouts(rows)
+        rows = {key: _with_layout(key, row, layouts) for key, row in rows.items()}
+        core = {key: self._core(*key, row) for key, row in rows.items() if ops.load(key[0]).kind == "core"}
+        fused = [self._fused(*key, row, core) for key, row in rows.items() if key not in core]
+        choices = (*core.values(), *fused, *self._held())
+        return replace(made, choices=choices, layouts=layouts, layout_reasons=reasons, faults=tuple(faults))
 
-    def _own(self) -> list[ops.Operator]:
-        """The operators that m3hal serves."""
-        return [operator for name, operator in self.wanted.items() if name not in self.engine]
+    def _places(self) -> list[tuple[ops.Operator, Site]]:
+        """Where the operators that m3hal serves run."""
+        own = [operator for name, operator in self.wanted.items() if name not in self.engine]
+        return [(operator, site) for operator in own for site in self.shape.sites() if site.kind in operator.sites]
 
     def _held(self) -> list[Choice]:
-        return [Choice(name, "", engine=holder, reason=f"{holder} holds it") for name, holder in self.engine.items()]
+        held = {name: holder for name, holder in self.engine.items() if name in self.wanted or name not in ops.NAMES}
+        return [Choice(name, "", engine=holder, reason=f"{holder} holds it") for name, holder in held.items()]
 
-    def _pool(self) -> tuple[dict[str, list[Candidate]], list[Verdict]]:
+    def _pool(self, backends: Iterable[Found]) -> tuple[dict[str, list[Candidate]], list[Verdict]]:
+        """Every well-formed implementation by operator, the highest priority first."""
         pool: dict[str, list[Candidate]] = {name: [] for name in self.wanted}
         faults: list[Verdict] = []
-        for found in self.backends:
-            if found.is_usable:
-                good, bad = candidates(found, self.wanted, self.levels)
-                faults += bad
-                for candidate in good:
-                    pool[candidate.operator].append(candidate)
+        for found in sorted(filter(lambda found: found.is_usable, backends), key=_by_priority):
+            good, bad = candidates(found, self.wanted, self.levels)
+            faults += bad
+            for candidate in good:
+                pool[candidate.operator].append(candidate)
         return pool, faults
 
-    def _screen(self, operator: ops.Operator, site: Site, pool: list[Candidate]) -> list[tuple[Candidate, Verdict]]:
-        """The implementations in the order in which the policy wants them, each with its verdict."""
+    def _screen(self, operator: ops.Operator, site: Site, pool: list[Candidate]) -> Row:
         order = self.policy.order_for(operator.name)
-        ranked = _by_name(pool, order) if order else self._by_priority(pool)
-        demands = Demands(self.policy.require, self._least(order), self.levels)
-        return [(candidate, screen(candidate, operator, site, demands)) for candidate in ranked]
+        ranked = [candidate for name in order for candidate in pool if candidate.is_from(name)] if order else pool
+        accelerated = devices.kind(self.device) != "cpu"
+        # What nobody named must have run on hardware to serve an accelerator, and the reference never serves one.
+        least = self.policy.min_level or ("hardware" if accelerated and not order else None)
+        demands = Demands(self.policy.require, least, definition_allowed=bool(order) or not accelerated)
+        return [(c, self._pinned(c, site) or screen(c, operator, site, demands)) for c in ranked]
 
-    def _least(self, order: Sequence[BackendName]) -> str | None:
-        """Auto on an accelerator takes only what ran on hardware, unless the policy says otherwise."""
-        if self.policy.min_level or order or not self._is_accelerator:
-            return self.policy.min_level
-        return "hardware"
+    def _pinned(self, candidate: Candidate, site: Site) -> Verdict | None:
+        """The rejection of what a pinned plan doesn't name."""
+        if self.pins is None or self.pins.get((candidate.operator, site.kind)) == candidate.impl_id:
+            return None
+        return candidate.verdict("policy", False, "the pinned plan names another implementation", site.kind)
 
-    @property
-    def _is_accelerator(self) -> bool:
-        return devices.kind(self.device) != "cpu"
-
-    def _by_priority(self, pool: list[Candidate]) -> list[Candidate]:
-        priority = {(f.name, f.distribution): f.manifest.priority for f in self.backends if f.manifest}
-        usable = [c for c in pool if not (self._is_accelerator and c.backend == REFERENCE)]
-        return sorted(usable, key=lambda c: (-priority[c.backend, c.distribution], c.backend))
-
-    def _layouts(self, screened: Screened) -> tuple[dict[str, str], dict[str, str]]:
+    def _layouts(self, rows: Mapping[Key, Row]) -> tuple[dict[str, str], dict[str, str]]:
+        """One cache layout per site, chosen by the operators that share the cache's bytes."""
         layouts: dict[str, str] = {}
         reasons: dict[str, str] = {}
         for site in self.shape.sites():
-            rows = [
+            group = [
                 (ops.load(name), [candidate for candidate, verdict in row if verdict.accepted])
-                for (name, kind), row in screened.items()
+                for (name, kind), row in rows.items()
                 if kind == site.kind and ops.load(name).group == "cache"
             ]
-            if rows:
-                layouts[site.kind], reasons[site.kind] = layout.choose(rows, self.cache_layouts)
+            if group:
+                layouts[site.kind], reasons[site.kind] = layout.choose(group, self.cache_layouts)
         return layouts, reasons
 
-    def _core(
-        self, operator: ops.Operator, site: str, row: list[tuple[Candidate, Verdict]], layouts: Mapping[str, str]
-    ) -> Choice:
-        chosen, verdicts = _first(operator, site, row, layouts)
-        reason = self._why(operator.name, chosen) if chosen else "no implementation was accepted"
-        return Choice(operator.name, site, chosen=chosen, reason=reason, verdicts=tuple(verdicts))
+    def _core(self, operator: str, site: str, row: Row) -> Choice:
+        chosen, verdicts = _first(row)
+        reason = self._why(operator) if chosen else "no implementation was accepted"
+        return Choice(operator, site, chosen=chosen, reason=reason, verdicts=verdicts)
 
-    def _why(self, operator: str, chosen: Candidate) -> str:
+    def _why(self, operator: str) -> str:
+        if self.pins is not None:
+            return "pinned"
         if operator in self.policy.overrides:
-            return f"operators.{operator} = {self.policy.origins_of(f'operators.{operator}')}"
-        if self.policy.order:
-            return f"backend = {self.policy.origins_of('backend')}"
-        return "auto: the first that was accepted, by priority"
+            return f"operators.{operator} {self.policy.told(f'operators.{operator}')}"
+        return f"backend {self.policy.told('backend')}"
 
-    def _fused(
-        self,
-        operator: ops.Operator,
-        site: str,
-        row: list[tuple[Candidate, Verdict]],
-        layouts: Mapping[str, str],
-        core: Mapping[tuple[str, str], Choice],
-    ) -> Choice:
-        """The vendor's fused form, unless the policy overrides a part of it; else a composition of the plan's parts."""
-        overridden = [part for part in operator.covers if part in self.policy.overrides]
-        if overridden and operator.name not in self.policy.overrides:
+    def _fused(self, operator: str, site: str, row: Row, core: Mapping[Key, Choice]) -> Choice:
+        """The vendor's fused form, unless the policy overrides a part of it; else a composition of the plan's parts.
+
+        An override of the fused operator itself is the more specific and wins.
+        """
+        covers = ops.load(operator).covers
+        overridden = [part for part in covers if part in self.policy.overrides]
+        if overridden and operator not in self.policy.overrides:
             reason = f"the policy overrides {' and '.join(overridden)}, which it covers"
             row = [(c, c.verdict("policy", False, reason, site) if v.accepted else v) for c, v in row]
-        chosen, verdicts = _first(operator, site, row, layouts)
+        chosen, verdicts = _first(row)
         if chosen:
-            reason = f"fused; {self._why(operator.name, chosen)}"
-            return Choice(operator.name, site, chosen=chosen, reason=reason, verdicts=tuple(verdicts))
-        parts = [core.get((part, site)) for part in operator.covers]
-        lacking = [name for name, part in zip(operator.covers, parts, strict=True) if part is None or not part.chosen]
-        stray = self._stray(operator.name, [part.chosen for part in parts if part and part.chosen])
-        if lacking or stray:
-            reason = stray or f"no fused form, and no composition without {', '.join(lacking)}"
-            return Choice(operator.name, site, reason=reason, verdicts=tuple(verdicts))
-        reason = (
-            f"composed: the policy overrides {' and '.join(overridden)}" if overridden else "composed: no fused form"
-        )
-        return Choice(operator.name, site, composed=operator.covers, reason=reason, verdicts=tuple(verdicts))
+            return Choice(operator, site, chosen=chosen, reason=self._why(operator), verdicts=verdicts)
+        parts = {part: core.get((part, site)) for part in covers}
+        lacking = [name for name, part in parts.items() if part is None or part.chosen is None]
+        if lacking:
+            reason = f"no fused form was accepted, and nothing serves {', '.join(lacking)}"
+            return Choice(operator, site, reason=reason, verdicts=verdicts)
+        stray = self._stray(operator, [part.chosen for part in parts.values() if part and part.chosen])
+        if stray:
+            return Choice(operator, site, reason=stray, verdicts=verdicts)
+        why = f"the policy overrides {' and '.join(overridden)}" if overridden else "no fused form was accepted"
+        return Choice(operator, site, composed=covers, reason=why if row else "no fused form", verdicts=verdicts)
 
     def _stray(self, operator: str, parts: Iterable[Candidate]) -> str | None:
         """An override of a fused operator permits a composition only of the backends that it names."""
         order = self.policy.overrides.get(operator, ())
+        asked = ",".join(map(str, order))
         for part in parts if order else ():
             if not any(part.is_from(name) for name in order):
-                asked = ",".join(map(str, order))
                 return (
-                    f"{asked!r} has no fused form here and a composition would run {part.backend}'s {part.operator}; "
+                    f"{asked!r} has no fused form, and a composition would run {part.operator} of {part.backend!r}; "
                     f"override {part.operator} with {asked!r} as well"
                 )
         return None
 
-    def _uncovered(self, made: Plan, missing: list[Choice]) -> Plan:
-        """Auto leaves the in-tree model in place; what was asked for explicitly is an error with every reason."""
-        explicit = [choice for choice in missing if self.policy.order_for(choice.operator)]
-        reasons = [line for choice in missing for line in _reasons(choice, made)]
-        if not explicit and not self.policy.overrides:
-            served = f"{missing[0].operator} at {missing[0].site}"
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            return replace(
-                made,
-                in_tree=True,
-                reason=f"no accepted implementation of {served}{more} on {self.device}: {reasons[0]}",
-            )
-        asked = ",".join(map(str, self.policy.order_for((explicit or missing)[0].operator))) or "auto"
-        verdicts = [verdict for choice in missing for verdict in choice.verdicts]
-        remedy = (
-            ""
-            if REFERENCE in asked or asked == "auto"
-            else f"\nTo let the reference serve these, ask for '{asked},reference'."
-        )
-        raise M3halError(
-            f"backend {asked!r} leaves {len(missing)} of the operators on {self.device} without an implementation:\n  "
-            + "\n  ".join(reasons)
-            + remedy,
-            verdicts,
-        )
 
-    def _made(
-        self,
-        choices: Sequence[Choice],
-        layouts: Mapping[str, str],
-        reasons: Mapping[str, str],
-        faults: tuple[Verdict, ...],
-    ) -> Plan:
-        return Plan(
-            self.shape,
-            self.device,
-            self.policy,
-            self.present,
-            tuple(choices),
-            layouts,
-            reasons,
-            self.backends,
-            faults,
-        )
+def _by_priority(found: Found) -> tuple[bool, int, str]:
+    assert found.manifest is not None
+    # The reference stands last, whatever number others give themselves.
+    return found.name == REFERENCE, -found.manifest.priority, found.name
 
 
-def _in_tree(job: _Job, reason: str) -> Plan:
-    return replace(job._made(job._held(), {}, {}, ()), in_tree=True, reason=reason)
+def _with_layout(key: Key, row: Row, layouts: Mapping[str, str]) -> Row:
+    """Rejects the implementations that lack the layout which their cache group chose."""
+    operator, site = key
+    if ops.load(operator).group != "cache":
+        return row
+    chosen = layouts[site]
+    return [
+        (c, c.verdict("layout", False, f"the cache of {site} is {chosen}; it takes {', '.join(c.impl.layouts)}", site))
+        if v.accepted and chosen not in c.impl.layouts
+        else (c, v)
+        for c, v in row
+    ]
 
 
-def _first(
-    operator: ops.Operator, site: str, row: list[tuple[Candidate, Verdict]], layouts: Mapping[str, str]
-) -> tuple[Candidate | None, list[Verdict]]:
-    """The first accepted implementation that has the site's layout, and what became of the others."""
+def _first(row: Row) -> tuple[Candidate | None, tuple[Verdict, ...]]:
+    """The first accepted implementation, and what became of all of them."""
     chosen: Candidate | None = None
     verdicts = []
     for candidate, verdict in row:
-        if verdict.accepted and operator.group == "cache" and layouts[site] not in candidate.impl.layouts:
-            has = ", ".join(candidate.impl.layouts)
-            verdict = candidate.verdict("layout", False, f"the site's layout is {layouts[site]}; it takes {has}", site)
         if verdict.accepted and chosen is not None:
-            verdict = candidate.verdict("chosen", True, f"it would serve, but {chosen.backend} comes first", site)
+            reason = f"it would serve, but {chosen.backend} comes first"
+            verdict = candidate.verdict("chosen", True, reason, verdict.site)
         elif verdict.accepted:
             chosen = candidate
         verdicts.append(verdict)
-    return chosen, verdicts
-
-
-def _by_name(pool: list[Candidate], order: Sequence[BackendName]) -> list[Candidate]:
-    return [candidate for name in order for candidate in pool if candidate.is_from(name)]
-
-
-def _reasons(choice: Choice, made: Plan) -> list[str]:
-    where = f"{choice.operator} at {choice.site}"
-    if choice.verdicts:
-        return [f"{where}: {verdict}" for verdict in choice.verdicts]
-    faults = [verdict for verdict in made.faults if verdict.operator == choice.operator]
-    if faults:
-        return [f"{where}: {verdict}" for verdict in faults]
-    rejected = [f.verdict for f in made.backends if f.verdict and not f.is_usable and f.verdict.stage != "policy"]
-    if made.policy.order_for(choice.operator) or not rejected:
-        return [f"{where}: {choice.reason if choice.reason.startswith(chr(39)) else 'not implemented'}"]
-    return [f"{where}: {verdict}" for verdict in rejected]
-
-
-def _operators(names: Iterable[str] | None) -> dict[str, ops.Operator]:
-    """The definitions to plan for, core ones first; fused ones bring what they cover."""
-    asked = list(ops.NAMES if names is None else names)
-    for name in asked:
-        if name not in ops.NAMES:
-            raise M3halError(f"{name!r} is no operator.{did_you_mean(name, ops.NAMES)}")
-    every = set(asked) | {part for name in asked for part in ops.load(name).covers}
-    return {name: ops.load(name) for name in ops.NAMES if name in every}
-
-
-def _check_policy(policy: Policy, wanted: Mapping[str, ops.Operator], engine: Mapping[str, str]) -> None:
-    for operator in policy.overrides:
-        if operator in engine:
-            raise M3halError(
-                f"the policy overrides {operator}, but the engine {engine[operator]} holds it; remove operators.{operator}."
-            )
-    vocabulary = {trait.name: trait.values for name in ops.NAMES for trait in ops.load(name).traits}
-    for name, value in policy.require:
-        if name not in vocabulary:
-            raise M3halError(f"the policy requires {name!r}, which is no trait.{did_you_mean(name, vocabulary)}")
-        if value not in vocabulary[name]:
-            raise M3halError(f"the policy requires {name}={value}; its values are {', '.join(vocabulary[name])}.")
-
-
-def _refusal(policy: Policy):  # type: ignore[no-untyped-def]
-    """Which backends the policy keeps out, by name alone."""
-
-    def refuse(name: str, distribution: str) -> str | None:
-        for denied in policy.deny:
-            if denied.matches(name, distribution):
-                return f"deny = {policy.origins_of('deny')}"
-        if policy.in_tree:
-            return f"backend = {policy.origins_of('backend')}"
-        named = policy.named()
-        if any(wanted.matches(name, distribution) for wanted in named):
-            return None
-        if not policy.order:
-            # Under auto, a distribution that the policy passes over for a rival of the same name stays out.
-            rivals = [wanted for wanted in named if wanted.name == name]
-            return f"the policy names {rivals[0]}" if rivals else None
-        return f"backend = {policy.origins_of('backend')}"
-
-    return refuse
-
-
-def _check_names(policy: Policy, backends: Sequence[Found], device: str) -> None:
-    """Every backend that the policy names must be installed, and be usable on the device."""
-    installed = [found.name for found in backends]
-    for name in (*policy.named(), *policy.deny):
-        found = [backend for backend in backends if name.matches(backend.name, backend.distribution)]
-        if not found:
-            hint = (
-                f" pip install 'm3hal[{name.name}]' installs it."
-                if name.name in _EXTRAS
-                else did_you_mean(name.name, [*installed, "auto", "vllm"])
-            )
-            raise M3halError(f"no backend {str(name)!r} is installed.{hint}")
-        rejected = [f.verdict for f in found if f.verdict and not f.is_usable]
-        if name not in policy.deny and len(rejected) == len(found):
-            reasons = "; ".join(f"{v.reason} ({v.stage}, {v.distribution})" for v in rejected)
-            raise M3halError(f"backend {str(name)!r} is not usable on {device}: {reasons}.", rejected)
+    return chosen, tuple(verdicts)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from m3hal import ops
 from m3hal.dispatch.discovery import REFERENCE, Found
-from m3hal.dispatch.errors import M3halError, did_you_mean
+from m3hal.dispatch.errors import ConfigurationError, M3halError, did_you_mean
 from m3hal.dispatch.identity import digest
 from m3hal.dispatch.manifest import API_VERSION
 from m3hal.dispatch.policy import Policy
@@ -82,7 +81,7 @@ class Plan:
     def site(self, kind: str) -> Site:
         """The static values of a site. Raises M3halError for a site that this model lacks."""
         if kind not in self.sites:
-            raise M3halError(f"this model has no site {kind!r}.{did_you_mean(kind, self.sites)}")
+            raise ConfigurationError(f"this model has no site {kind!r}.{did_you_mean(kind, self.sites)}")
         return self.sites[kind]
 
     def layout(self, operator: str, site: str | None = None) -> str:
@@ -104,7 +103,7 @@ class Plan:
         found = tuple(choice for choice in self.choices if choice.operator == operator)
         if not found:
             known = {choice.operator for choice in self.choices}
-            raise M3halError(f"{operator!r} is not an operator of this plan.{did_you_mean(operator, known)}")
+            raise ConfigurationError(f"{operator!r} is not an operator of this plan.{did_you_mean(operator, known)}")
         return found
 
     def choice(self, operator: str, site: str) -> Choice:
@@ -114,7 +113,7 @@ class Plan:
             return rows[""]
         self.site(site)
         if site not in rows:
-            raise M3halError(f"{operator} doesn't run at site {site!r}; it runs at {', '.join(rows)}.")
+            raise ConfigurationError(f"{operator} doesn't run at site {site!r}; it runs at {', '.join(rows)}.")
         return rows[site]
 
     def bind(self, operator: str, site: str) -> Bound:
@@ -168,13 +167,15 @@ class Plan:
         """The core entries that a composed operator is made of."""
         return (self.choice(operator, choice.site) for operator in choice.composed)
 
+    def impl_id(self, choice: Choice) -> str:
+        """The identity of what serves a row; a composition's covers its parts."""
+        if choice.composed:
+            parts = {part.operator: self.impl_id(part) for part in self.constituents(choice)}
+            return digest({"operator": choice.operator, "parts": parts})
+        return choice.chosen.impl_id if choice.chosen else ""
+
     def is_definition(self, choice: Choice) -> bool:
         """Whether the operator's own definition runs: the reference, or a composition of nothing else."""
         if choice.chosen:
             return choice.chosen.backend == REFERENCE
         return bool(choice.composed) and all(self.is_definition(part) for part in self.constituents(choice))
-
-
-def definition(choice: Choice) -> ops.Operator:
-    """The operator that a row is about."""
-    return ops.load(choice.operator)

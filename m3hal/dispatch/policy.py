@@ -25,11 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from m3hal.dispatch.errors import M3halError, did_you_mean
+from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal.ops import NAMES
 
 #: How far an implementation has been proved, least first; computed from claims, never declared.
 LEVELS = ("declared", "interpreted", "compiled", "emulated", "hardware")
+
+_DEFAULT = "the default"
 
 #: Words that no backend can be called.
 RESERVED = ("auto", "vllm")
@@ -63,9 +65,14 @@ class Origin:
     carrier: str
     over: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def is_default(self) -> bool:
+        """Whether nobody set it."""
+        return self.carrier == _DEFAULT
+
     def __str__(self) -> str:
-        hidden = "".join(f"; hides {value!r} from {carrier}" for carrier, value in self.over)
-        return f"{self.value!r} from {self.carrier}{hidden}"
+        hidden = "".join(f", over {value!r} from {carrier}" for carrier, value in self.over)
+        return f"{self.value!r} ({'' if self.is_default else 'from '}{self.carrier}{hidden})"
 
 
 @dataclass(frozen=True)
@@ -94,24 +101,29 @@ class Policy:
         api: Mapping[str, Any] | None = None,
         engine: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
+        *,
+        carrier: str = "the API",
     ) -> Policy:
-        """Merges the carriers. Raises M3halError for an unknown key, a value of the wrong type, an unreadable file."""
+        """Merges the carriers; ``carrier`` is what messages call the first one.
+
+        Raises ConfigurationError for an unknown key, a value of the wrong type, or an unreadable file.
+        """
         environ = os.environ if environ is None else environ
         carriers = [
-            ("the API", dict(api or {})),
+            (carrier, dict(api or {})),
             ("the engine's additional_config['m3hal']", dict(engine or {})),
             *_file(environ),
             *_environment(environ),
         ]
         origins: dict[str, Origin] = {}
-        for carrier, values in carriers:
-            for key, value in _flatten(values, carrier).items():
+        for source, values in carriers:
+            for key, value in _flatten(values, source).items():
                 first = origins.get(key)
                 if first is None:
-                    origins[key] = Origin(value, carrier)
+                    origins[key] = Origin(value, source)
                 elif first.value != value:
-                    origins[key] = Origin(first.value, first.carrier, (*first.over, (carrier, value)))
-        origins.setdefault("backend", Origin("auto", "the default"))
+                    origins[key] = Origin(first.value, first.carrier, (*first.over, (source, value)))
+        origins.setdefault("backend", Origin("auto", _DEFAULT))
         return cls(**_fields(origins), origins=origins)
 
     @property
@@ -123,9 +135,9 @@ class Policy:
         """The backends asked for this operator; empty is ``auto``."""
         return self.overrides.get(operator, self.order)
 
-    def origins_of(self, key: str) -> str:
-        """A key's value and where it came from, for the reasons of verdicts."""
-        return str(self.origins.get(key, Origin(self.to_json().get(key, "auto"), "the API")))
+    def told(self, key: str) -> str:
+        """A key's value and where it came from, for reasons."""
+        return str(self.origins[key]) if key in self.origins else f"{self.to_json().get(key)!r} (from the API)"
 
     def named(self) -> tuple[BackendName, ...]:
         """Every backend that the policy names, each once."""
@@ -158,7 +170,9 @@ def _fields(origins: Mapping[str, Origin]) -> dict[str, Any]:
         if key.startswith("operators."):
             order = _order(origin.value, where)
             if not order or order[0].name == "vllm":
-                raise M3halError(f"{where} must name backends, e.g. 'acme' or 'acme,reference'; got {origin.value!r}.")
+                raise ConfigurationError(
+                    f"{where} must name backends, e.g. 'acme' or 'acme,reference'; got {origin.value!r}."
+                )
             fields["overrides"][key.removeprefix("operators.")] = order
         elif key == "backend":
             order = _order(origin.value, where)
@@ -175,15 +189,15 @@ def _flatten(values: Mapping[str, Any], carrier: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key == "m3hal":
-            raise M3halError(
+            raise ConfigurationError(
                 f"{carrier} has the key 'm3hal' inside m3hal's own configuration; put its keys one level up."
             )
         if key == "operators":
             if not isinstance(value, Mapping):
-                raise M3halError(f"'operators' from {carrier} must map operators to backends; got {value!r}.")
+                raise ConfigurationError(f"'operators' from {carrier} must map operators to backends; got {value!r}.")
             for operator, order in value.items():
                 if operator not in NAMES:
-                    raise M3halError(
+                    raise ConfigurationError(
                         f"{operator!r} in 'operators' from {carrier} is no operator.{did_you_mean(operator, NAMES)}"
                     )
                 flat[f"operators.{operator}"] = order
@@ -192,7 +206,7 @@ def _flatten(values: Mapping[str, Any], carrier: str) -> dict[str, Any]:
                 flat[key] = value
         else:
             known = ["backend", "operators", *_KEYS]
-            raise M3halError(
+            raise ConfigurationError(
                 f"{key!r} from {carrier} is no key of m3hal's configuration.{did_you_mean(str(key), known)}"
             )
     return flat
@@ -212,11 +226,11 @@ def _file(environ: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
         else:
             values = json.loads(text)
     except (OSError, ValueError) as error:
-        raise M3halError(
+        raise ConfigurationError(
             f"{carrier} can't be read as {'TOML' if path.endswith('.toml') else 'JSON'}: {error}."
         ) from error
     if not isinstance(values, dict):
-        raise M3halError(f'{carrier} must hold an object whose keys are m3hal\'s, e.g. {{"backend": "auto"}}.')
+        raise ConfigurationError(f'{carrier} must hold an object whose keys are m3hal\'s, e.g. {{"backend": "auto"}}.')
     return [(carrier, values)]
 
 
@@ -227,7 +241,7 @@ def _environment(environ: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]
     for variable in sorted(name for name in environ if name.startswith("M3HAL_") and name != "M3HAL_CONFIG"):
         if variable not in known:
             hint = did_you_mean(variable, [*known, "M3HAL_CONFIG"])
-            raise M3halError(f"the environment variable {variable} means nothing to m3hal.{hint}")
+            raise ConfigurationError(f"the environment variable {variable} means nothing to m3hal.{hint}")
         if environ[variable]:
             key, text = known[variable], environ[variable]
             carriers.append((variable, {key: _operators(text, variable) if key == "operators" else text}))
@@ -240,11 +254,11 @@ def _operators(text: str, variable: str) -> Mapping[str, Any]:
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise M3halError(f"{variable} can't be read as JSON: {error}.") from error
+            raise ConfigurationError(f"{variable} can't be read as JSON: {error}.") from error
         return dict(values)
     pairs = [part.partition("=") for part in text.split(";") if part.strip()]
     if not all(equals for _, equals, _ in pairs):
-        raise M3halError(f"{variable} must read 'operator=backend;operator=backend'; got {text!r}.")
+        raise ConfigurationError(f"{variable} must read 'operator=backend;operator=backend'; got {text!r}.")
     return {operator.strip(): order.strip() for operator, _, order in pairs}
 
 
@@ -252,7 +266,7 @@ def _names(value: Any, where: str) -> tuple[str, ...]:
     """A list of strings, or one string with commas."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
-        raise M3halError(f"{where} must be a string or a list of strings; got {value!r}.")
+        raise ConfigurationError(f"{where} must be a string or a list of strings; got {value!r}.")
     return tuple(dict.fromkeys(stripped for part in parts if (stripped := part.strip())))
 
 
@@ -265,10 +279,10 @@ def _order(value: Any, where: str) -> Order:
     """Empty for ``auto``. ``auto`` and ``vllm`` stand alone: a list permits exactly the fallbacks it names."""
     names = _names(value, where)
     if not names:
-        raise M3halError(f"{where} names no backend; write 'auto', a name, or names with commas.")
+        raise ConfigurationError(f"{where} names no backend; write 'auto', a name, or names with commas.")
     reserved = [name for name in names if name in RESERVED]
     if reserved and len(names) > 1:
-        raise M3halError(f"{where} mixes {reserved[0]!r} with backend names; {reserved[0]!r} stands alone.")
+        raise ConfigurationError(f"{where} mixes {reserved[0]!r} with backend names; {reserved[0]!r} stands alone.")
     return () if names == ("auto",) else tuple(map(_backend_name, names))
 
 
@@ -284,7 +298,7 @@ def _require(value: Any, where: str) -> tuple[tuple[str, str], ...]:
 
 def _level(value: Any, where: str) -> str:
     if value not in LEVELS:
-        raise M3halError(
+        raise ConfigurationError(
             f"{where} must be one of {', '.join(LEVELS)}; got {value!r}.{did_you_mean(str(value), LEVELS)}"
         )
     return str(value)
@@ -292,7 +306,7 @@ def _level(value: Any, where: str) -> str:
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise M3halError(f"{where} must be a string; got {value!r}.")
+        raise ConfigurationError(f"{where} must be a string; got {value!r}.")
     return value
 
 

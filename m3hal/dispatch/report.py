@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING, Any
 from m3hal.dispatch.table import table
 
 if TYPE_CHECKING:
+    from m3hal.dispatch.discovery import Found
     from m3hal.dispatch.plans import Choice, Plan
 
 
 def plan_table(plan: Plan, width: int | None = None) -> str:
     """One row per operator and server; sites that share it are joined."""
-    head = heading(plan)
-    if plan.in_tree:
-        return head
+    return heading(plan) if plan.in_tree else f"{heading(plan)}\n{rows_table(plan, width)}"
+
+
+def rows_table(plan: Plan, width: int | None = None) -> str:
+    """The choices alone."""
     merged: dict[tuple[str, ...], list[str]] = {}
     for choice in plan.choices:
-        key = (choice.operator, served_by(choice), _identity(choice), choice.reason)
+        key = (choice.operator, served_by(plan, choice), plan.impl_id(choice), choice.reason)
         merged.setdefault(key, []).append(choice.site or "all")
-    rows = [
-        (op, ", ".join(sites), server, identity, reason) for (op, server, identity, reason), sites in merged.items()
-    ]
-    return f"{head}\n{table(('operator', 'sites', 'served by', 'impl_id', 'why'), rows, width)}"
+    rows = [(op, ", ".join(sites), server, identity, why) for (op, server, identity, why), sites in merged.items()]
+    return table(("operator", "sites", "served by", "impl_id", "why"), rows, width)
 
 
 def heading(plan: Plan) -> str:
@@ -30,7 +31,7 @@ def heading(plan: Plan) -> str:
     assumed = "" if plan.present else " (not in this machine: libraries assumed, nothing probed)"
     lines = [f"m3hal plan {plan.fingerprint} for {plan.device}{assumed}, backend {plan.policy.backend!r}"]
     if plan.in_tree:
-        lines.append(f"vLLM's in-tree model stays: {plan.reason}")
+        return "\n".join([*lines, f"vLLM's in-tree model stays: {plan.reason}"])
     lines += [
         f"cache layout at {site}: {layout} ({plan.layout_reasons[site]})" for site, layout in plan.layouts.items()
     ]
@@ -41,19 +42,28 @@ def explain(plan: Plan, operator: str | None, width: int | None) -> str:
     """The configuration and where it came from, the backends, then the verdicts on an operator, or the table."""
     parts = [
         "configuration\n" + "\n".join(f"  {key} = {origin}" for key, origin in plan.policy.origins.items()),
-        "backends\n" + "\n".join(f"  {found}: {found.verdict or 'not reached'}" for found in plan.backends),
+        "backends\n" + "\n".join(f"  {_backend(found)}" for found in plan.backends),
     ]
     if plan.faults:
         parts.append("faults in manifests\n" + "\n".join(f"  {v.operator}: {v}" for v in plan.faults))
     if operator is None:
-        return "\n\n".join([plan_table(plan, width), *parts])
+        return "\n\n".join([heading(plan), rows_table(plan, width), *parts])
     return "\n\n".join([heading(plan), *(_explain_row(plan, row) for row in plan.rows(operator)), *parts])
+
+
+def _backend(found: Found) -> str:
+    verdict = found.verdict
+    assert verdict is not None, found  # discovery and screening judge every backend
+    origin = f"{found.distribution} {found.version}".strip()
+    return f"{found.name} ({origin}): " + (
+        f"usable: {verdict.reason}" if verdict.accepted else f"rejected at {verdict.stage}: {verdict.reason}"
+    )
 
 
 def _explain_row(plan: Plan, choice: Choice) -> str:
     where = f"{choice.operator} at {choice.site}" if choice.site else choice.operator
-    lines = [f"{where}: {served_by(choice)} ({choice.reason})"]
-    lines += [f"  {part.operator}: {served_by(part)}" for part in plan.constituents(choice)]
+    lines = [f"{where}: {served_by(plan, choice)} ({choice.reason})"]
+    lines += [f"  {part.operator}: {served_by(plan, part)}" for part in plan.constituents(choice)]
     if choice.chosen:
         for rung in choice.chosen.impl.rungs:
             upper = "" if rung.max_tokens is None else rung.max_tokens
@@ -61,15 +71,14 @@ def _explain_row(plan: Plan, choice: Choice) -> str:
     return "\n".join([*lines, *(f"  {verdict}" for verdict in choice.verdicts)])
 
 
-def served_by(choice: Choice) -> str:
-    """The server, with the implementation's name where it says more than the operator."""
+def served_by(plan: Plan, choice: Choice) -> str:
+    """The server, with the implementation's name where that says more, and the backends of a composition."""
+    if choice.composed:
+        backends = dict.fromkeys(part.chosen.backend for part in plan.constituents(choice) if part.chosen)
+        return f"composed ({', '.join(backends)})"
     if choice.chosen and choice.chosen.label != choice.operator:
         return f"{choice.server} {choice.chosen.label}"
     return choice.server
-
-
-def _identity(choice: Choice) -> str:
-    return choice.chosen.impl_id if choice.chosen else ""
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -93,11 +102,11 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             for found in plan.backends
         ],
         "faults": [verdict.to_json() for verdict in plan.faults],
-        "choices": [_choice_json(choice) for choice in plan.choices],
+        "choices": [_choice_json(plan, choice) for choice in plan.choices],
     }
 
 
-def _choice_json(choice: Choice) -> dict[str, Any]:
+def _choice_json(plan: Plan, choice: Choice) -> dict[str, Any]:
     row: dict[str, Any] = {"operator": choice.operator, "site": choice.site, "server": choice.server}
     if choice.chosen:
         chosen = choice.chosen
@@ -112,5 +121,5 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
             "rungs": [rung.name for rung in chosen.impl.rungs],
         }
     if choice.composed:
-        row["composed"] = list(choice.composed)
+        row |= {"composed": list(choice.composed), "impl_id": plan.impl_id(choice)}
     return row | {"reason": choice.reason, "verdicts": [verdict.to_json() for verdict in choice.verdicts]}

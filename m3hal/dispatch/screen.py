@@ -10,7 +10,6 @@ import pkgutil
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from m3hal import ops
@@ -18,7 +17,7 @@ from m3hal.dispatch import devices, versions
 from m3hal.dispatch.check import gap_in_ladder, problem_of_impl, unknown_operators
 from m3hal.dispatch.discovery import REFERENCE, Found
 from m3hal.dispatch.identity import MissingFileError, impl_id
-from m3hal.dispatch.manifest import API_VERSION, Impl, Manifest
+from m3hal.dispatch.manifest import API_VERSION, Impl
 from m3hal.dispatch.policy import LEVELS, BackendName
 from m3hal.dispatch.verdict import Stage, Verdict
 from m3hal.shape import Site
@@ -52,11 +51,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Demands:
-    """What a policy asks of every implementation. levels: impl_id -> level, from claims."""
+    """What is asked of every implementation. require: (trait, value). definition_allowed: may the reference serve?"""
 
     require: tuple[tuple[str, str], ...]
     min_level: str | None
-    levels: Mapping[str, str]
+    definition_allowed: bool
 
 
 def screen_backend(found: Found, device: str, present: bool) -> Found:
@@ -113,38 +112,43 @@ def _ask(path: str, argument: Any) -> tuple[str | None, str]:
 def candidates(
     found: Found, operators: Mapping[str, ops.Operator], levels: Mapping[str, str]
 ) -> tuple[list[Candidate], list[Verdict]]:
-    """The well-formed implementations of a usable backend, and verdicts on what its manifest got wrong."""
+    """The well-formed implementations of a usable backend, and verdicts on what its manifest got wrong.
+
+    A fault costs only the implementation that has it.
+    """
     assert found.manifest is not None
-    manifest: Manifest = found.manifest
     good: list[Candidate] = []
     bad = [
         Verdict("manifest", False, problem, found.name, found.distribution, name)
-        for name, problem in unknown_operators(manifest)
+        for name, problem in unknown_operators(found.manifest)
     ]
     for name, operator in operators.items():
-        impls = manifest.operators.get(name, ())
+        impls = found.manifest.operators.get(name, ())
         if not isinstance(impls, tuple):
             reason = f"operators[{name!r}] must be a tuple of Impl; it is a {type(impls).__name__}"
             bad.append(Verdict("manifest", False, reason, found.name, found.distribution, name))
             continue
         for impl in impls:
-            problem, identity = problem_of_impl(impl, operator), ""
-            if problem is None:
-                identity, problem = _identify(name, impl)
-            label = getattr(impl, "name", "") or str(getattr(impl, "path", "")).rpartition(":")[2]
-            if problem:
-                bad.append(Verdict("manifest", False, problem, found.name, found.distribution, name, "", label))
-                continue
-            level = levels.get(identity, LEVELS[0])
-            good.append(Candidate(name, found.name, found.distribution, found.version, impl, identity, level))
+            made = _candidate(found, operator, impl, levels)
+            if isinstance(made, Candidate):
+                good.append(made)
+            else:
+                label = str(getattr(impl, "name", "") or getattr(impl, "path", "")).rpartition(":")[2]
+                bad.append(Verdict("manifest", False, made, found.name, found.distribution, name, "", label))
     return good, bad
 
 
-def _identify(operator: str, impl: Impl) -> tuple[str, str | None]:
+def _candidate(found: Found, operator: ops.Operator, impl: Impl, levels: Mapping[str, str]) -> Candidate | str:
+    """The implementation, or what its entry in the manifest got wrong."""
+    problem = problem_of_impl(impl, operator)
+    if problem:
+        return problem
     try:
-        return impl_id(operator, impl), None
+        identity = impl_id(operator.name, impl)
     except MissingFileError as error:
-        return "", str(error)
+        return str(error)
+    level = levels.get(identity, LEVELS[0])
+    return Candidate(operator.name, found.name, found.distribution, found.version, impl, identity, level)
 
 
 def screen(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> Verdict:
@@ -168,12 +172,7 @@ def _limits(candidate: Candidate, operator: ops.Operator, site: Site, demands: D
 
 
 def _predicate(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
-    return _ask_about(candidate.impl.predicate, site) if candidate.impl.predicate else None
-
-
-@cache
-def _ask_about(predicate: str, site: Site) -> str | None:
-    return _ask(predicate, site)[0]
+    return _ask(candidate.impl.predicate, site)[0] if candidate.impl.predicate else None
 
 
 def _traits(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
@@ -189,7 +188,9 @@ def _traits(candidate: Candidate, operator: ops.Operator, site: Site, demands: D
 
 def _level(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
     least = demands.min_level
-    if least is None or candidate.backend == REFERENCE:
+    if candidate.backend == REFERENCE:
+        return None if demands.definition_allowed else "the reference serves an accelerator only when asked for by name"
+    if least is None:
         return None
     if LEVELS.index(candidate.level) < LEVELS.index(least):
         return f"it is proved to the level {candidate.level!r}; the policy asks for {least!r}"

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Sequence
 
 _GAP = "  "
+#: A last column with less room than this is not wrapped.
+_NARROWEST = 20
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
@@ -18,18 +20,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     indent = sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
-    room = width - indent
+    wraps = width - indent >= _NARROWEST
+    if wraps:
+        widths[-1] = min(widths[-1], width - indent)
     lines = []
-    for number, row in enumerate(cells):
-        head = _GAP.join(cell.ljust(size) for cell, size in zip(row[:-1], widths[:-1], strict=True))
-        wrapped = textwrap.wrap(row[-1], room) if room >= 20 else [row[-1]]
-        start = head + _GAP if len(header) > 1 else ""
-        lines.append((start + (wrapped[0] if wrapped else "")).rstrip())
-        lines += [" " * indent + line for line in wrapped[1:]]
-        if number == 0:
-            lines.append(
-                _GAP.join(
-                    "-" * min(size, max(room, 20) if i == len(widths) - 1 else size) for i, size in enumerate(widths)
-                )
-            )
+    for row in (cells[0], ["-" * size for size in widths], *cells[1:]):
+        head = "".join(cell.ljust(size) + _GAP for cell, size in zip(row[:-1], widths[:-1], strict=True))
+        first, *more = (textwrap.wrap(row[-1], widths[-1]) if wraps else [row[-1]]) or [""]
+        lines.append((head + first).rstrip())
+        lines += [" " * indent + line for line in more]
     return "\n".join(lines)

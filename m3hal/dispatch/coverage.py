@@ -1,0 +1,101 @@
+"""What a plan leaves unserved: an error for what was asked by name, the in-tree model under ``auto``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from m3hal import ops
+from m3hal.dispatch import devices
+from m3hal.dispatch.discovery import REFERENCE, Found
+from m3hal.dispatch.errors import M3halError
+from m3hal.dispatch.plans import Choice, Plan
+from m3hal.dispatch.verdict import Verdict
+
+
+def missing(plan: Plan) -> list[Choice]:
+    """Unserved core operators, and unserved fused ones that the policy overrides."""
+    unserved = [choice for choice in plan.choices if not choice.is_served]
+    return [c for c in unserved if ops.load(c.operator).kind == "core" or c.operator in plan.policy.overrides]
+
+
+def settle(plan: Plan) -> Plan:
+    """The plan itself when nothing is missing; else the in-tree model, or M3halError with every reason."""
+    gaps = missing(plan)
+    if not gaps:
+        return plan
+    if plan.policy.order or plan.policy.overrides:
+        raise _refused(plan, gaps)
+    return replace(plan, in_tree=True, reason=_why_in_tree(plan, gaps))
+
+
+def _refused(plan: Plan, gaps: Sequence[Choice]) -> M3halError:
+    orders = {choice.operator: ",".join(map(str, plan.policy.order_for(choice.operator))) for choice in gaps}
+    asked = next((order for order in orders.values() if order), "auto")
+    operators = list(dict.fromkeys(choice.operator for choice in gaps))
+    head = (
+        f"backend {asked!r} has no implementation of {', '.join(operators)} for this model on {plan.device}, "
+        "and what is asked for by name is not replaced:"
+    )
+    lines = [head, *(f"  {line}" for choice in gaps for line in _lines(plan, choice))]
+    if asked != "auto" and REFERENCE not in asked.split(","):
+        lines.append(f"To let the reference serve these, ask for '{asked},{REFERENCE}'.")
+    return M3halError("\n".join(lines), [verdict for choice in gaps for verdict in verdicts(plan, choice)])
+
+
+def verdicts(plan: Plan, choice: Choice) -> list[Verdict]:
+    """Why each backend that was asked doesn't serve an operator, in the policy's order."""
+    order = plan.policy.order_for(choice.operator)
+    asked = [
+        found
+        for name in order or (None,)
+        for found in plan.backends
+        if name is None or name.matches(found.name, found.distribution)
+    ]
+    return [verdict for found in asked for verdict in _about(plan, choice, found)]
+
+
+def _about(plan: Plan, choice: Choice, found: Found) -> list[Verdict]:
+    """One backend's rejections: itself, its implementations, its manifest's entries, or that it has none."""
+    if found.verdict and not found.is_usable:
+        return [found.verdict]
+    faults = [verdict for verdict in plan.faults if verdict.operator == choice.operator]
+    own = [v for v in (*choice.verdicts, *faults) if (v.backend, v.distribution) == (found.name, found.distribution)]
+    rejected = [verdict for verdict in own if not verdict.accepted]
+    if own:
+        return rejected
+    reason = f"it doesn't implement {choice.operator}"
+    return [Verdict("coverage", False, reason, found.name, found.distribution, choice.operator, choice.site)]
+
+
+def _lines(plan: Plan, choice: Choice) -> list[str]:
+    where = f"{choice.operator} at {choice.site}"
+    reasons = list(map(str, verdicts(plan, choice)))
+    return [f"{where}: {reason}" for reason in reasons] or [f"{where}: {choice.reason}"]
+
+
+def _why_in_tree(plan: Plan, gaps: Sequence[Choice]) -> str:
+    """One sentence on the backends that are for this device; the reference isn't offered to an accelerator."""
+    apart = ("device", "policy")
+    relevant = [f for f in plan.backends if f.name != REFERENCE and f.verdict and f.verdict.stage not in apart]
+    if devices.kind(plan.device) == "cpu":
+        relevant = [f for f in plan.backends if f.verdict and f.verdict.stage not in apart]
+    if not relevant:
+        return f"no installed backend is for {plan.device}; `m3hal backends` lists what is installed"
+    return f"on {plan.device}, {'; '.join(_lack(plan, gaps, found) for found in relevant)}"
+
+
+def _lack(plan: Plan, gaps: Sequence[Choice], found: Found) -> str:
+    if found.verdict and not found.is_usable:
+        return f"{found.name} is out: {found.verdict.reason}"
+    own = [verdict for gap in gaps for verdict in _about(plan, gap, found)]
+    absent = sorted({verdict.operator for verdict in own if verdict.stage == "coverage"})
+    refused = next((verdict for verdict in own if verdict.stage != "coverage"), None)
+    parts = [f"lacks {_few(absent)}"] if absent else []
+    parts += [f"is refused {refused.operator} ({refused.reason})"] if refused else []
+    return f"{found.name} {' and '.join(parts)}" if parts else f"{found.name} is complete"
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
