@@ -1,0 +1,138 @@
+"""The configuration hook: decides, in the front-end process and before the engine starts, who serves MiniMax-M3.
+
+vLLM calls it with the finished ``VllmConfig``. Not asked for, m3hal leaves everything as it is. Asked for, it refuses
+what it can't do, plans, logs the plan, writes the plan's fingerprint into ``additional_config`` (vLLM hashes that into
+its compile cache, and every worker compares its own plan with it), and renames the architecture to m3hal's model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+from m3hal.vllm import plugin
+from m3hal.vllm.plugin import logger
+
+_previous: dict[str, type[Any]] = {}
+
+
+class ConfigHook(VerifyAndUpdateConfig):
+    """What :func:`install` puts into vLLM's table of hooks by architecture; a hook that was there before still runs."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        _before(model_config.architecture).verify_and_update_model_config(model_config)
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        _before(vllm_config.model_config.architecture).verify_and_update_config(vllm_config)
+        configure(vllm_config, os.environ)
+
+
+def install(architectures: tuple[str, ...]) -> None:
+    """Idempotent."""
+    for architecture in architectures:
+        found = MODELS_CONFIG_MAP.get(architecture)
+        if found is not ConfigHook:
+            if found is not None:
+                _previous[architecture] = found
+            MODELS_CONFIG_MAP[architecture] = ConfigHook
+
+
+def _before(architecture: str) -> Any:
+    return _previous.get(architecture, VerifyAndUpdateConfig)
+
+
+def is_selected(additional_config: Any, environ: Mapping[str, str]) -> bool:
+    """Whether the user mentioned m3hal: a key ``m3hal`` in ``--additional-config``, or any ``M3HAL_`` variable."""
+    asked = isinstance(additional_config, dict) and "m3hal" in additional_config
+    return asked or any(name.startswith("M3HAL_") for name in environ)
+
+
+def configure(vllm_config: Any, environ: Mapping[str, str]) -> None:
+    """Lets m3hal's model serve, or leaves the stock model in place. Raises M3halError, one sentence."""
+    architecture = vllm_config.model_config.architecture
+    foreign = plugin.holder(architecture)
+    if not is_selected(vllm_config.additional_config, environ):
+        if foreign:
+            logger.warning("m3hal is installed, but %s of another plugin holds %s.", foreign, architecture)
+        _keep_stock(vllm_config.model_config)
+        return
+    from m3hal.vllm.planning import make_plan, policy_of
+
+    policy = policy_of(vllm_config, environ)
+    if policy.in_tree:
+        logger.info("vLLM's own model serves %s, as m3hal's backend 'vllm' asks.", architecture)
+        _keep_stock(vllm_config.model_config)
+        return
+    _refuse(vllm_config, foreign)
+    cache = vllm_config.cache_config
+    cache.block_size = vllm_config.model_config.hf_text_config.sparse_attention_config["sparse_block_size"]
+    plan = make_plan(vllm_config, policy)
+    if plan.in_tree:
+        logger.warning("vLLM's own model serves %s instead of m3hal's: %s.", architecture, plan.reason)
+        _keep_stock(vllm_config.model_config)
+        return
+    logger.info("m3hal serves %s.\n%s", architecture, plan.table())
+    _take_over(vllm_config, plan.fingerprint)
+
+
+def _refuse(vllm_config: Any, foreign: str | None) -> None:
+    import vllm
+
+    from m3hal.dispatch import M3halError
+    from m3hal.vllm.support import refusals
+
+    architecture = vllm_config.model_config.architecture
+    refused = plugin.version_refusal(vllm.__version__)
+    if foreign and not refused:
+        refused = (
+            f"{architecture} is held by another vLLM plugin, {foreign}; let only one of them in, e.g. with "
+            "VLLM_PLUGINS=m3hal."
+        )
+    refused = refused or next(refusals(vllm_config), None)
+    if refused:
+        raise M3halError(refused)
+
+
+def _take_over(vllm_config: Any, fingerprint: str) -> None:
+    """From here on the configuration says that m3hal serves, in this process and in every one that receives it."""
+    extra = dict(vllm_config.additional_config or {})
+    extra["m3hal"] = {**extra.get("m3hal", {}), "fingerprint": fingerprint}
+    vllm_config.additional_config = extra
+    vllm_config.cache_config.user_specified_block_size = True  # so that no platform's default replaces it
+    model_config = vllm_config.model_config
+    _keep_compilation_default(model_config.architecture)
+    _rename(model_config, plugin.OURS)
+    model_config.multimodal_config = None  # text only: vLLM then refuses images itself
+
+
+def _keep_compilation_default(architecture: str) -> None:
+    """vLLM turns torch.compile off for some architectures by name, later than this; the new name is not among them."""
+    from vllm.config.vllm import default_breakable_cudagraph_architectures
+
+    if architecture in default_breakable_cudagraph_architectures():
+        os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+
+
+def _rename(model_config: Any, architecture: str) -> None:
+    """As vLLM renames a draft model (``SpeculativeConfig.update_arch_``)."""
+    model_config.hf_config.architectures = [architecture]
+    model_config.model_arch_config.architectures = [architecture]
+    info, resolved = model_config.registry.inspect_model_cls([architecture], model_config)
+    model_config._model_info, model_config._architecture = info, resolved
+
+
+def _keep_stock(model_config: Any) -> None:
+    """Undoes the one thing that registering changed: a stock class that can't be inspected fails as it always did."""
+    if model_config._model_info.architecture != plugin.OURS:
+        return
+    entry = plugin.stock_entry(model_config.architecture)
+    try:
+        model_config._model_info = entry.inspect_model_cls()
+    except Exception:
+        logger.exception("Error in inspecting model architecture '%s'", model_config.architecture)
+        model_config.registry._raise_for_unsupported(model_config.architectures)

@@ -1,0 +1,42 @@
+"""The plan's operators as the model's layers call them: bound once, each with its site's workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from m3hal.dispatch import Bound, Plan
+    from m3hal.shape import Site, SiteKind
+
+#: Which operators the model calls, and where.
+CALLED: dict[SiteKind, tuple[str, ...]] = {
+    "dense_attention": ("rms_norm", "add_rms_norm", "qk_norm_rope_insert", "paged_attention"),
+    "sparse_attention": ("rms_norm", "add_rms_norm", "qk_norm_rope_insert", "select_blocks", "sparse_attention"),
+    "dense_mlp": ("rms_norm", "add_rms_norm", "swiglu_oai"),
+    "moe": ("rms_norm", "add_rms_norm", "route_topk", "moe_experts", "swiglu_oai"),
+}
+
+
+class SiteOperators:
+    """The operators of one site of the model. Its layers run one after the other, so they share one workspace."""
+
+    def __init__(self, plan: Plan, kind: SiteKind) -> None:
+        self.site: Site = plan.site(kind)
+        self.bound: dict[str, Bound] = {name: plan.bind(name, kind) for name in CALLED[kind]}
+        size = max(bound.workspace_bytes for bound in self.bound.values())
+        self._workspace = torch.empty(size, dtype=torch.uint8)  # on the device that vLLM builds the model on
+
+    def run(self, operator: str) -> Callable[..., Any]:
+        """The implementation's own callable; with the workspace attached if it asked for one."""
+        bound = self.bound[operator]
+        return partial(bound.run, workspace=self._workspace) if bound.workspace_bytes else bound.run
+
+
+def operators_of(plan: Plan) -> dict[SiteKind, SiteOperators]:
+    """One :class:`SiteOperators` for every site that the model has."""
+    kinds = {site.kind for site in plan.shape.sites()}
+    return {kind: SiteOperators(plan, kind) for kind in CALLED if kind in kinds}

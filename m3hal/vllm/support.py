@@ -1,0 +1,83 @@
+"""What m3hal's model refuses to be configured for, because it would be ignored or was never tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from m3hal.formats import PLAIN_FORMATS
+
+
+def refusals(vllm_config: Any) -> Iterator[str]:
+    """Why m3hal can't serve this configuration, one sentence each, the most likely mistakes first."""
+    yield from _cache(vllm_config)
+    yield from _features(vllm_config)
+    yield from _model(vllm_config.model_config.hf_text_config)
+
+
+def kv_format(vllm_config: Any) -> str:
+    """The KV cache's format by m3hal's name; vLLM's ``auto`` means the model's dtype."""
+    asked = vllm_config.cache_config.cache_dtype
+    return dtype_name(vllm_config.model_config.dtype) if asked == "auto" else str(asked)
+
+
+def dtype_name(dtype: Any) -> str:
+    """``float32`` of ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _cache(vllm_config: Any) -> Iterator[str]:
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    block = model.hf_text_config.sparse_attention_config["sparse_block_size"]
+    formats = " or ".join(PLAIN_FORMATS)
+    if cache.user_specified_block_size and cache.block_size != block:
+        yield (
+            f"MiniMax-M3 needs one sparse block per page: --block-size {cache.block_size} differs from the model's "
+            f"sparse_block_size {block}; leave --block-size out or set it to {block}."
+        )
+    if dtype_name(model.dtype) not in PLAIN_FORMATS:
+        yield f"m3hal computes in {formats}; --dtype is {dtype_name(model.dtype)}."
+    elif kv_format(vllm_config) not in PLAIN_FORMATS:
+        yield f"m3hal's KV cache holds {formats}; --kv-cache-dtype {cache.cache_dtype} is not supported, use 'auto'."
+
+
+def _features(vllm_config: Any) -> Iterator[str]:
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    speculative = vllm_config.speculative_config
+    asked = {
+        "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "data parallelism (--data-parallel-size)": parallel.data_parallel_size > 1,
+        "expert parallelism (--enable-expert-parallel)": parallel.enable_expert_parallel,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "micro-batching (--enable-dbo)": parallel.enable_dbo,
+        "LoRA (--enable-lora)": vllm_config.lora_config is not None,
+        f"quantisation {model.quantization!r}": model.quantization is not None,
+        "moving KV caches between engines (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        f"the {model.runner_type!r} runner": model.runner_type != "generate",
+        "speculative decoding other than 'ngram'": speculative is not None and speculative.method != "ngram",
+    }
+    for feature, wanted in asked.items():
+        if wanted:
+            yield f"m3hal does not support {feature} yet; leave it out, or serve vLLM's own model with backend 'vllm'."
+
+
+def _model(text: Any) -> Iterator[str]:
+    """Constants of MiniMax-M3 that the code takes for granted."""
+    sparse = text.sparse_attention_config
+    rope = getattr(text, "rope_parameters", None) or {}
+    layers = zip(sparse["sparse_attention_freq"], sparse["sparse_disable_index_value"], strict=True)
+    granted = {
+        "use_gemma_norm": (text.use_gemma_norm, True),
+        "qk_norm_type": (text.qk_norm_type, "per_head"),
+        "hidden_act": (text.hidden_act, "swigluoai"),
+        "scoring_func": (text.scoring_func, "sigmoid"),
+        "attention_output_gate": (text.attention_output_gate, False),
+        "tie_word_embeddings": (text.tie_word_embeddings, False),
+        "sparse_score_type": (sparse["sparse_score_type"], "max"),
+        "sparse_disable_index_value": (all(disabled for used, disabled in layers if used), True),
+        "sparse_index_dim": (sparse["sparse_index_dim"], text.head_dim),  # vLLM's fused projection assumes it
+        "rope_type": (rope.get("rope_type", "default"), "default"),
+    }
+    for key, (value, expected) in granted.items():
+        if value != expected:
+            yield f"m3hal implements MiniMax-M3 with {key} {expected!r}; this checkpoint has {value!r}."

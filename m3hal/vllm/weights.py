@@ -1,0 +1,77 @@
+"""From the published tensor names to the model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from m3hal.vllm.moe import M3MoE
+
+#: Not part of the text model: the vision tower, its projectors, the multi-token-prediction module.
+SKIPPED = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
+_SKIPPED_MODULE = ".mtp."
+
+#: published matrix -> (fused matrix, which part of it)
+_FUSED: dict[str, tuple[str, str | int]] = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "index_q_proj": ("qkv_proj", "index_q"),
+    "index_k_proj": ("qkv_proj", "index_k"),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Copies a checkpoint's tensors into the model; returns the parameters that got one, for vLLM to check.
+
+    Raises ValueError for a tensor that the model has no place for.
+    """
+    parameters = dict(model.named_parameters())
+    loaded: set[str] = set()
+    experts: set[str] = set()
+    for published, weight in weights:
+        name = published.removeprefix("language_model.")
+        if name.startswith(SKIPPED) or _SKIPPED_MODULE in f".{name}":
+            continue
+        if ".experts." in name:
+            loaded |= _load_expert(model, name, weight)
+            experts.add(name)
+            continue
+        module, _, leaf = name.rpartition(".")
+        parent, _, matrix = module.rpartition(".")
+        fused, part = _FUSED.get(matrix, (matrix, None))
+        target = f"{parent}.{fused}.{leaf}" if parent else name
+        if target not in parameters:
+            raise ValueError(f"the checkpoint's tensor {published} has no place in the model")
+        parameter = parameters[target]
+        loader = getattr(parameter, "weight_loader", default_weight_loader)
+        loader(parameter, weight) if part is None else loader(parameter, weight, part)
+        loaded.add(target)
+    _check_experts(model, experts)
+    return loaded
+
+
+def _check_experts(model: nn.Module, loaded: set[str]) -> None:
+    """One parameter holds all experts of a layer, so vLLM's own check would miss an absent one."""
+    for path, layer in model.named_modules():
+        if isinstance(layer, M3MoE):
+            wanted = {f"{path}.experts.{e}.{w}.weight" for e in range(len(layer.w13)) for w in ("w1", "w2", "w3")}
+            if missing := sorted(wanted - loaded):
+                raise ValueError(
+                    f"m3hal: the checkpoint lacks {len(missing)} expert tensors, the first is {missing[0]}"
+                )
+
+
+def _load_expert(model: nn.Module, name: str, weight: torch.Tensor) -> set[str]:
+    """``<layer>.block_sparse_moe.experts.<expert>.<w1|w2|w3>.weight``."""
+    path, _, rest = name.partition(".experts.")
+    expert, matrix, _ = rest.split(".")
+    layer = model.get_submodule(path)
+    assert isinstance(layer, M3MoE)
+    layer.load_expert(int(expert), matrix, weight)
+    return {f"{path}.w2" if matrix == "w2" else f"{path}.w13"}
