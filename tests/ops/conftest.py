@@ -1,0 +1,30 @@
+"""Runs a definition as a backend's implementation would run: between guard bands, with ``out`` from the fake."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from m3hal_conformance import run_guarded
+
+from m3hal import ops
+from m3hal.reference import with_out
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def run() -> Callable[..., Any]:
+    """``run(name, *inputs, **statics)``: outputs, or ``(outputs, {argument: mutated})`` of an in-place operator."""
+
+    def guarded(name: str, *inputs: Any, **statics: Any) -> Any:
+        operator = ops.load(name)
+        named = dict(zip(operator.inputs, inputs, strict=True))
+        implementation = with_out(partial(operator.reference, **statics))
+        return run_guarded(implementation, named, operator.fake(*inputs, **statics), mutates=operator.mutates)
+
+    return guarded
