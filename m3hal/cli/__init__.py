@@ -1,0 +1,74 @@
+"""The command line: ``m3hal COMMAND``, the same as ``python -m m3hal COMMAND``.
+
+Exit codes: 0 it passed, 1 it failed, 2 the request means nothing, 3 nothing supports it. Every command takes ``--json``
+and then prints one JSON object, errors included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from m3hal import __version__
+from m3hal.cli import backends, devices, doctor, explain, operators
+from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError
+
+PASS, FAIL, USAGE, UNSUPPORTED = 0, 1, 2, 3
+
+#: Each has HELP, add_arguments(parser) and run(arguments) -> exit code; the docstring is its long help.
+COMMANDS: dict[str, ModuleType] = {
+    "devices": devices,
+    "backends": backends,
+    "ops": operators,
+    "explain": explain,
+    "doctor": doctor,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; argparse exits with 2 by itself."""
+    arguments = parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except M3halError as error:
+        _report(error, arguments.json)
+        return _code(error)
+    except BrokenPipeError:
+        # The reader left, as `m3hal ops | head` does; Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAIL
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(prog="m3hal", description="Which kernel runs each MiniMax-M3 operator, and why.")
+    top.add_argument("--version", action="version", version=f"m3hal {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        formatter = argparse.RawDescriptionHelpFormatter
+        sub = commands.add_parser(name, help=module.HELP, description=module.__doc__, formatter_class=formatter)
+        sub.add_argument("--json", action="store_true", help="print one JSON object")
+        sub.set_defaults(run=module.run)
+        module.add_arguments(sub)
+    return top
+
+
+def _code(error: M3halError) -> int:
+    if isinstance(error, ConfigurationError):
+        return USAGE
+    return UNSUPPORTED if isinstance(error, UnsupportedError) else FAIL
+
+
+def _report(error: M3halError, as_json: bool) -> None:
+    if as_json:
+        print(
+            json.dumps({"error": str(error), "verdicts": [verdict.to_json() for verdict in error.verdicts]}, indent=2)
+        )
+    else:
+        print(f"m3hal: {error}", file=sys.stderr)

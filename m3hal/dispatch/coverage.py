@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from m3hal import ops
@@ -30,17 +30,36 @@ def settle(plan: Plan) -> Plan:
 
 
 def _refused(plan: Plan, gaps: Sequence[Choice]) -> M3halError:
-    orders = {choice.operator: ",".join(map(str, plan.policy.order_for(choice.operator))) for choice in gaps}
-    asked = next((order for order in orders.values() if order), "auto")
-    operators = list(dict.fromkeys(choice.operator for choice in gaps))
-    head = (
-        f"backend {asked!r} has no implementation of {', '.join(operators)} for this model on {plan.device}, "
-        "and what is asked for by name is not replaced:"
-    )
-    lines = [head, *(f"  {line}" for choice in gaps for line in _lines(plan, choice))]
+    orders = [",".join(map(str, plan.policy.order_for(choice.operator))) for choice in gaps]
+    asked = next((order for order in orders if order), "auto")
+    rejections = [verdict for choice in gaps for verdict in verdicts(plan, choice)]
+    lines = [
+        f"backend {asked!r} leaves {len({choice.operator for choice in gaps})} operators of this model without an "
+        f"implementation on {plan.device}, and what is asked for by name is not replaced:",
+        *(f"  {line}" for line in _grouped(rejections)),
+        *(f"  {choice.operator} at {choice.site}: {choice.reason}" for choice in gaps if not verdicts(plan, choice)),
+    ]
     if asked != "auto" and REFERENCE not in asked.split(","):
         lines.append(f"To let the reference serve these, ask for '{asked},{REFERENCE}'.")
-    return M3halError("\n".join(lines), [verdict for choice in gaps for verdict in verdicts(plan, choice)])
+    return M3halError("\n".join(lines), rejections)
+
+
+def _grouped(rejections: Iterable[Verdict]) -> list[str]:
+    """One line per reason, with every operator and site that it holds for."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for verdict in rejections:
+        absent = verdict.stage == "coverage"
+        operators = groups.setdefault(f"{verdict.backend} doesn't implement" if absent else str(verdict), {})
+        sites = operators.setdefault(verdict.operator, [])
+        if verdict.site and not absent:
+            sites.append(verdict.site)
+    return [f"{reason} {_places(operators)}".rstrip() for reason, operators in groups.items()]
+
+
+def _places(operators: Mapping[str, Sequence[str]]) -> str:
+    """``rms_norm, topk_blocks``, or ``(rms_norm at moe, dense_mlp)`` where the sites are known."""
+    places = [f"{name} at {', '.join(sites)}" if sites else name for name, sites in operators.items() if name]
+    return f"({'; '.join(places)})" if any(operators.values()) else ", ".join(places)
 
 
 def verdicts(plan: Plan, choice: Choice) -> list[Verdict]:
@@ -66,12 +85,6 @@ def _about(plan: Plan, choice: Choice, found: Found) -> list[Verdict]:
         return rejected
     reason = f"it doesn't implement {choice.operator}"
     return [Verdict("coverage", False, reason, found.name, found.distribution, choice.operator, choice.site)]
-
-
-def _lines(plan: Plan, choice: Choice) -> list[str]:
-    where = f"{choice.operator} at {choice.site}"
-    reasons = list(map(str, verdicts(plan, choice)))
-    return [f"{where}: {reason}" for reason in reasons] or [f"{where}: {choice.reason}"]
 
 
 def _why_in_tree(plan: Plan, gaps: Sequence[Choice]) -> str:

@@ -29,7 +29,7 @@ def impl_id(operator: str, impl: Impl) -> str:
     """16 hexadecimal digits. Raises MissingFileError, with the end of a sentence, when a named file isn't there."""
     modules = {path.partition(":")[0] for path in (impl.path, impl.predicate) if path}
     package = impl.path.partition(":")[0].partition(".")[0]
-    content = {module: _module_hash(module) for module in sorted(modules)}
+    content = {module: module_hash(module) for module in sorted(modules)}
     content |= {pattern: _files_hash(package, pattern) for pattern in impl.files}
     return digest({"operator": operator, "declared": _plain(impl), "content": content})
 
@@ -44,7 +44,8 @@ def _plain(impl: Impl) -> dict[str, Any]:
     return {**vars(impl), "traits": dict(impl.traits), "limits": repr(impl.limits), "rungs": repr(impl.rungs)}
 
 
-def _module_hash(module: str) -> str:
+def module_hash(module: str) -> str:
+    """Of a module's file, without importing it. Raises MissingFileError when there is none."""
     name, _, rest = module.partition(".")
     roots = _roots(name)
     if not roots:

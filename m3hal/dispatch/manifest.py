@@ -122,7 +122,8 @@ class Manifest:
     """A backend, as data.
 
     api: range of :data:`API_VERSION` it was written for, e.g. ``">=1,<2"``.
-    priority: order under ``backend="auto"``; vendors use 100, portable kernels 50, the reference 0.
+    priority: order under ``backend="auto"``; vendors use 100, portable kernels 50, the reference 0. A negative one
+        serves only when asked for by name.
     devices: patterns of what it runs on: ``"cuda:sm_90"``, ``"hip:gfx95*"``, ``"cpu"``.
     libraries: distribution name -> version range, checked before the probe.
     probe: ``"module:function"``; takes a device string, returns None when usable or the reason why not. It must not

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from m3hal import ops
 from m3hal.dispatch import admission, coverage, devices, layout, pin
-from m3hal.dispatch.discovery import REFERENCE, Found, discover
+from m3hal.dispatch.discovery import Found, discover
 from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.plans import Choice, Plan
 from m3hal.dispatch.policy import Policy
@@ -208,10 +208,9 @@ class _Job:
         return None
 
 
-def _by_priority(found: Found) -> tuple[bool, int, str]:
+def _by_priority(found: Found) -> tuple[int, str]:
     assert found.manifest is not None
-    # The reference stands last, whatever number others give themselves.
-    return found.name == REFERENCE, -found.manifest.priority, found.name
+    return -found.manifest.priority, found.name
 
 
 def _with_layout(key: Key, row: Row, layouts: Mapping[str, str]) -> Row:

@@ -48,7 +48,7 @@ def explain(plan: Plan, operator: str | None, width: int | None) -> str:
         parts.append("faults in manifests\n" + "\n".join(f"  {v.operator}: {v}" for v in plan.faults))
     if operator is None:
         return "\n\n".join([heading(plan), rows_table(plan, width), *parts])
-    return "\n\n".join([heading(plan), *(_explain_row(plan, row) for row in plan.rows(operator)), *parts])
+    return "\n\n".join([heading(plan), *_explain_rows(plan, operator), *parts])
 
 
 def _backend(found: Found) -> str:
@@ -60,9 +60,17 @@ def _backend(found: Found) -> str:
     )
 
 
-def _explain_row(plan: Plan, choice: Choice) -> str:
-    where = f"{choice.operator} at {choice.site}" if choice.site else choice.operator
-    lines = [f"{where}: {served_by(plan, choice)} ({choice.reason})"]
+def _explain_rows(plan: Plan, operator: str) -> list[str]:
+    """A paragraph per outcome; sites that share it are joined."""
+    sites: dict[str, list[str]] = {}
+    for choice in plan.rows(operator):
+        sites.setdefault(_outcome(plan, choice), []).append(choice.site)
+    places = {outcome: f" at {', '.join(at)}" if any(at) else "" for outcome, at in sites.items()}
+    return [f"{operator}{place}: {outcome}" for outcome, place in places.items()]
+
+
+def _outcome(plan: Plan, choice: Choice) -> str:
+    lines = [f"{served_by(plan, choice)} ({choice.reason})"]
     lines += [f"  {part.operator}: {served_by(plan, part)}" for part in plan.constituents(choice)]
     if choice.chosen:
         for rung in choice.chosen.impl.rungs:

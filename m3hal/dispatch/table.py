@@ -11,13 +11,13 @@ _GAP = "  "
 _NARROWEST = 20
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
     """Left-aligned columns; the last one wraps at the terminal's width (or ``width`` characters).
 
     Without a terminal, nothing wraps: a log or a pipe gets one line per row.
     """
     width = shutil.get_terminal_size((0, 0)).columns if width is None else width
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    cells = [[_text(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     indent = sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
     wraps = width - indent >= _NARROWEST
@@ -30,3 +30,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
         lines.append((head + first).rstrip())
         lines += [" " * indent + line for line in more]
     return "\n".join(lines)
+
+
+def _text(cell: object) -> str:
+    return ("yes" if cell else "no") if isinstance(cell, bool) else str(cell)

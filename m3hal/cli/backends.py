@@ -1,0 +1,64 @@
+"""Lists the installed backends and whether each is usable on this machine, or on another device.
+
+Exits with 3 when none is usable.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from m3hal import ops
+from m3hal.cli.output import emit
+from m3hal.dispatch import devices
+from m3hal.dispatch.discovery import Found, discover
+from m3hal.dispatch.screen import screen_backend
+from m3hal.dispatch.table import table
+
+HELP = "installed backends, and whether they are usable here"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The device to look at."""
+    parser.add_argument("--device", help="judge for this device, e.g. hip:gfx950, instead of this machine's")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Passes when a backend is usable."""
+    asked = [devices.check(arguments.device)] if arguments.device else _here()
+    rows = [_row(found, asked) for found in discover()]
+    text = table(
+        ("backend", "distribution", "priority", "operators", "verdict"),
+        [(r["name"], f"{r['distribution']} {r['version']}", r["priority"], r["operators"], r["summary"]) for r in rows],
+    )
+    emit(arguments, {"devices": asked, "backends": rows}, f"on {', '.join(asked)}\n{text}")
+    return 0 if any(row["usable_on"] for row in rows) else 3
+
+
+def _here() -> list[str]:
+    return list(dict.fromkeys(found.device for found in devices.detect()))
+
+
+def _row(found: Found, asked: list[str]) -> dict[str, Any]:
+    judged = [screen_backend(found, device, devices.is_present(device)) for device in asked]
+    usable = [device for device, result in zip(asked, judged, strict=True) if result.is_usable]
+    verdicts = {device: r.verdict.to_json() for device, r in zip(asked, judged, strict=True) if r.verdict}
+    # Of several rejections the one that came furthest says most.
+    rejected = [result.verdict for result in judged if result.verdict and not result.is_usable]
+    last = next((verdict for verdict in rejected if verdict.stage != "device"), rejected[0] if rejected else None)
+    manifest = found.manifest
+    served = len([name for name in manifest.operators if name in ops.NAMES]) if manifest else 0
+    summary = f"usable on {', '.join(usable)}" if usable else f"rejected at {last.stage}: {last.reason}" if last else ""
+    return {
+        "name": found.name,
+        "distribution": found.distribution,
+        "version": found.version,
+        "target": found.target,
+        "vendor": manifest.vendor if manifest else "",
+        "devices": list(manifest.devices) if manifest else [],
+        "priority": manifest.priority if manifest else "",
+        "operators": served,
+        "usable_on": usable,
+        "verdicts": verdicts,
+        "summary": summary,
+    }

