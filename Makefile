@@ -41,7 +41,7 @@ docs: $(STAMP)  ## write docs/operators.md from the definitions
 	$(PY) scripts/operators_page.py
 
 wheelhouse: $(STAMP)  ## build every distribution's wheel into dist/
-	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist . conformance backends/*
+	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist . ./conformance ./backends/*
 
 clean:  ## remove .venv, wheels and caches
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache demo

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROJECTS = (".", "conformance", "backends/nvidia", "backends/amd", "backends/gaudi", "backends/triton")
+PROJECTS = (".", "./conformance", "./backends/nvidia", "./backends/amd", "./backends/gaudi", "./backends/triton")
 HEAVY = ("torch*", "vllm*", "transformers*", "functorch*", "triton*")
 
 
@@ -37,7 +37,7 @@ def make_environment(folder: Path, without: tuple[str, ...] = ()) -> Environment
     """A new environment with links to the libraries installed here, except m3hal's own and those named."""
     _run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], folder.parent)
     (target,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    hidden = ("m3hal*", "_m3hal*", "*editable*", "*.pth", "pip", "pip-*", "__pycache__", *without)
+    hidden = ("m3hal*", "_m3hal*", "*.pth", "pip", "pip-*", "__pycache__", *without)
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if not any(fnmatch.fnmatch(entry.name.lower(), pattern) for pattern in hidden):
             (target / entry.name).symlink_to(entry)
