@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from m3hal._published import as_published
+
 SiteKind = Literal["dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter"]
 SITE_KINDS: tuple[SiteKind, ...] = ("dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter")
 
@@ -121,12 +123,14 @@ class ModelShape:
         index_format: str | None = None,
         weight_format: str | None = None,
     ) -> ModelShape:
-        """Reads a checkpoint's ``config.json`` (or its ``text_config``); formats default to ``dtype``.
+        """Reads a checkpoint's ``config.json`` (or its ``text_config``), published or written by transformers.
+
+        Formats default to ``dtype``. page_size: of the cache; MSA needs exactly the config's sparse block size.
 
         Raises ValueError naming the key when a constant of the model is missing: none has a default, except
         ``swiglu_beta``, which published checkpoints leave out and whose value is 1.0.
         """
-        text = config.get("text_config", config)
+        text = as_published(config)
         need = _Reader(text, "config.json")
         sparse = _Reader(need("sparse_attention_config"), "config.json: sparse_attention_config")
         layers = int(need("num_hidden_layers"))
@@ -148,7 +152,7 @@ class ModelShape:
             num_q_heads=_split(int(need("num_attention_heads")), tensor_parallel, "attention heads"),
             num_kv_heads=_split_or_replicate(kv_heads, tensor_parallel, "kv heads"),
             head_dim=int(need("head_dim")),
-            rotary_dim=int(need("head_dim") * need("partial_rotary_factor")),
+            rotary_dim=round(need("head_dim") * need("partial_rotary_factor")),
             rope_theta=float(need("rope_theta")),
             num_index_heads=_split_or_replicate(index_heads, tensor_parallel, "index heads"),
             index_dim=int(sparse("sparse_index_dim")),
@@ -181,40 +185,10 @@ class ModelShape:
 
     def sites(self) -> tuple[Site, ...]:
         """The sites of this model, in layer order; a kind of layer that the model lacks has none."""
-        attention = dict(
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rotary_dim=self.rotary_dim,
-            scale=self.head_dim**-0.5,
-            causal=True,
-            window_left=-1,
-            kv_format=self.kv_format,
-            page_size=self.page_size,
-        )
-        indexer = dict(
-            num_index_heads=self.num_index_heads,
-            index_dim=self.index_dim,
-            index_format=self.index_format,
-            block_size=self.block_size,
-            top_k_blocks=self.top_k_blocks,
-            init_blocks=self.init_blocks,
-            local_blocks=self.local_blocks,
-        )
-        mlp = dict(
-            alpha=self.alpha,
-            beta=self.beta,
-            limit=self.limit,
-            weight_format=self.weight_format,
-            activation_format=self.activation_format,
-        )
-        experts = dict(
-            num_experts=self.num_experts,
-            num_local_experts=self.num_local_experts,
-            top_k_experts=self.top_k_experts,
-            renormalize=True,
-            routed_scale=self.routed_scale,
-        )
+        attention = self._values(_ATTENTION) | {"scale": self.head_dim**-0.5, "causal": True, "window_left": -1}
+        indexer = self._values(_INDEXER)
+        mlp = self._values(_MLP)
+        experts = self._values(_EXPERTS) | {"renormalize": True, "intermediate_size": self.intermediate_size}
         found = []
         if self.num_dense_attention_layers:
             found.append(self._site("dense_attention", **attention))
@@ -223,12 +197,14 @@ class ModelShape:
         if self.num_dense_mlp_layers:
             found.append(self._site("dense_mlp", **mlp, intermediate_size=self.dense_intermediate_size))
         if self.num_dense_mlp_layers < self.num_layers:
-            found.append(self._site("moe", **mlp, **experts, intermediate_size=self.intermediate_size))
+            found.append(self._site("moe", **mlp, **experts))
         return tuple(found)
 
+    def _values(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
     def _site(self, kind: SiteKind, **values: Any) -> Site:
-        common = {name: getattr(self, name) for name in _COMMON}
-        return Site(**{**_ABSENT, **common, "kind": kind, **values})
+        return Site(**{**_ABSENT, **self._values(_COMMON), "kind": kind, **values})
 
 
 #: MiniMax-M3 as published; `m3hal explain` plans for it unless told otherwise.
@@ -263,7 +239,20 @@ MINIMAX_M3: Mapping[str, Any] = {
     },
 }
 
+# What a site takes over from the model as it stands.
 _COMMON = ("dtype", "hidden_size", "eps", "weight_offset", "max_tokens", "max_seqs", "max_context")
+_ATTENTION = ("num_q_heads", "num_kv_heads", "head_dim", "rotary_dim", "kv_format", "page_size")
+_INDEXER = (
+    "num_index_heads",
+    "index_dim",
+    "index_format",
+    "block_size",
+    "top_k_blocks",
+    "init_blocks",
+    "local_blocks",
+)
+_MLP = ("alpha", "beta", "limit", "weight_format", "activation_format")
+_EXPERTS = ("num_experts", "num_local_experts", "top_k_experts", "routed_scale")
 _ABSENT: Mapping[str, Any] = {
     field.name: {"str": "", "int": 0, "float": 0.0, "bool": False}.get(str(field.type), "") for field in fields(Site)
 }

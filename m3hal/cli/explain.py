@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from m3hal import ops
+from m3hal._published import as_published
 from m3hal.cli.output import emit
 from m3hal.dispatch import Plan, Policy, devices, pin, plan
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
@@ -108,7 +109,8 @@ def _shape(arguments: argparse.Namespace) -> ModelShape:
             dtype=arguments.dtype,
             kv_format=arguments.kv_format,
             index_format=arguments.kv_format,
-            page_size=_page_size(config),
+            # MSA needs pages of exactly one sparse block.
+            page_size=int(as_published(config)["sparse_attention_config"]["sparse_block_size"]),
             max_tokens=arguments.max_tokens,
             max_seqs=arguments.max_seqs,
             max_context=arguments.max_context,
@@ -117,12 +119,8 @@ def _shape(arguments: argparse.Namespace) -> ModelShape:
         )
     except (ValueError, TypeError) as error:
         raise ConfigurationError(f"{error}.") from error
-
-
-def _page_size(config: Mapping[str, Any]) -> int:
-    """MSA needs pages of exactly one sparse block."""
-    text = config.get("text_config", config)
-    return int(text.get("sparse_attention_config", {}).get("sparse_block_size", text.get("index_block_size", 128)))
+    except KeyError as error:
+        raise ConfigurationError(f"{arguments.model} is not a MiniMax-M3 configuration: it has no {error}.") from error
 
 
 def _read(path: Path, what: str) -> Mapping[str, Any]:

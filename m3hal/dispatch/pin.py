@@ -63,7 +63,7 @@ def check(plan: Plan, pin: Pin) -> None:
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What differs between two exported plans, a line each."""
     lines = [
-        f"{key}: {old.get(key)!r} was, {new.get(key)!r} is"
+        f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
         for key in ("device", "policy")
         if old.get(key) != new.get(key)
     ]
@@ -71,9 +71,9 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     for operator, site in dict.fromkeys([*before, *after]):
         was, now = before.get((operator, site), "nothing"), after.get((operator, site), "nothing")
         if was != now:
-            lines.append(f"{operator}{f' at {site}' if site else ''}: {was} was, {now} is")
+            lines.append(f"{operator}{f' at {site}' if site else ''}: was {was}, is {now}")
     if old.get("layouts") != new.get("layouts"):
-        lines.append(f"cache layouts: {_layouts(old)} was, {_layouts(new)} is")
+        lines.append(f"cache layouts: was {_layouts(old)}, is {_layouts(new)}")
     return lines or ["the fingerprints differ, the rows don't: another version of m3hal wrote it"]
 
 
