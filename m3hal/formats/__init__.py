@@ -1,5 +1,17 @@
-"""Number formats."""
+"""Number formats: bit-exact codecs, and the block formats made of them."""
 
-from m3hal.formats.plain import PLAIN_FORMATS, QSpec, QTensor, plain_dtype, spec_of
+from m3hal.formats.convert import dequantize, quantize
+from m3hal.formats.plain import FORMATS, PLAIN_FORMATS, ROW, Format, QSpec, QTensor, plain_dtype, spec_of
 
-__all__ = ["PLAIN_FORMATS", "QSpec", "QTensor", "plain_dtype", "spec_of"]
+__all__ = [
+    "FORMATS",
+    "PLAIN_FORMATS",
+    "ROW",
+    "Format",
+    "QSpec",
+    "QTensor",
+    "dequantize",
+    "plain_dtype",
+    "quantize",
+    "spec_of",
+]
