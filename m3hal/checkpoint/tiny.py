@@ -86,7 +86,7 @@ _VISION_CONFIG: Mapping[str, Any] = {
 _PROJECTOR_HIDDEN = 64
 
 #: what the tokenizer learns its merges from
-_CORPUS = """
+SAMPLE_TEXT = """
 A sparse attention layer does not look at every token of the past. It first asks a small indexer which blocks of the
 past matter for this token, keeps the best blocks and its own, and attends to those alone. The router of a mixture of
 experts does the same with experts: it scores all of them, keeps the best four, and adds what they say. Once upon a
@@ -262,7 +262,7 @@ def _write_tokenizer(target: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([_CORPUS], trainer)
+    tokenizer.train_from_iterator([SAMPLE_TEXT], trainer)
     tokenizer.save(str(target / "tokenizer.json"))
     _write_json(
         target / "tokenizer_config.json",
