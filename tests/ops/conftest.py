@@ -1,14 +1,16 @@
 """Runs a definition as a backend's implementation would run: between guard bands, with ``out`` from the fake."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from m3hal_conformance import run_guarded
+from m3hal_conformance import map_tensors, run_guarded
 
 from m3hal import ops
+from m3hal.layouts import PagedCache
 from m3hal.reference import with_out
 
 
@@ -28,3 +30,20 @@ def run() -> Callable[..., Any]:
         return run_guarded(implementation, named, operator.fake(*inputs, **statics), mutates=operator.mutates)
 
     return guarded
+
+
+@pytest.fixture
+def exact() -> Callable[..., Any]:
+    """``exact(name, *inputs, **statics)``: the definition in fp64 on the same numbers, caches included."""
+
+    def in_fp64(name: str, *inputs: Any, **statics: Any) -> Any:
+        return ops.load(name).reference(*map(widened, inputs), **statics)
+
+    return in_fp64
+
+
+def widened(value: Any) -> Any:
+    """Every floating tensor in fp64; a cache becomes an fp64 cache."""
+    if isinstance(value, PagedCache):
+        return replace(value, buf=value.buf.double(), layout=replace(value.layout, format="float64"))
+    return map_tensors(value, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor.clone())

@@ -4,7 +4,6 @@ import pytest
 import torch
 from m3hal_conformance import assert_row_alone, assert_rows, assert_same_bits, assert_ulp
 from m3hal_conformance.inputs import generator, tail_heavy
-from m3hal_conformance.oracles import exact
 
 from m3hal.ops import load
 from m3hal.ops.add_rms_norm import add_rms_norm
@@ -21,7 +20,7 @@ def case(tokens, n, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("n", [128, 6144])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 513])
-def test_bf16_is_rounded_once(run, tokens, n):
+def test_bf16_is_rounded_once(run, exact, tokens, n):
     """Both outputs are the exact ones rounded to bf16."""
     inputs = case(tokens, n)
     (out, residual_out), (oracle, total) = (
@@ -32,7 +31,7 @@ def test_bf16_is_rounded_once(run, tokens, n):
     assert_same_bits(residual_out, total.to(torch.bfloat16))
 
 
-def test_fp32(run):
+def test_fp32(run, exact):
     """fp32 stays fp32."""
     inputs = case(33, 6144, torch.float32)
     (out, residual_out), (oracle, total) = (

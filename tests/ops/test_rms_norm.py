@@ -4,7 +4,6 @@ import pytest
 import torch
 from m3hal_conformance import assert_row_alone, assert_rows, assert_ulp, worst_row
 from m3hal_conformance.inputs import generator, tail_heavy
-from m3hal_conformance.oracles import exact
 
 from m3hal.ops.rms_norm import rms_norm
 
@@ -18,14 +17,14 @@ def case(tokens, n, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("n", [128, 6144])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 513])
-def test_bf16_is_rounded_once(run, tokens, n):
+def test_bf16_is_rounded_once(run, exact, tokens, n):
     """bf16 in and out, fp32 inside: the exact value rounded."""
     x, weight = case(tokens, n)
     out, oracle = run("rms_norm", x, weight, **GEMMA), exact("rms_norm", x, weight, **GEMMA)
     assert_ulp(out, oracle, 0.51)
 
 
-def test_one_plus_weight_is_fp32(run):
+def test_one_plus_weight_is_fp32(run, exact):
     """1 + w in bf16 would cost 2.5e-3 in the norm of the output, where one rounding costs 1.7e-3."""
     x, weight = case(513, 128)
     oracle = exact("rms_norm", x, weight, **GEMMA)
@@ -34,7 +33,7 @@ def test_one_plus_weight_is_fp32(run):
     assert (early - oracle).norm() > 2.2e-3 * oracle.norm()
 
 
-def test_fp32(run):
+def test_fp32(run, exact):
     """fp32 stays fp32."""
     x, weight = case(33, 6144, torch.float32)
     assert_rows(run("rms_norm", x, weight, **GEMMA), exact("rms_norm", x, weight, **GEMMA), 1e-6)
@@ -100,7 +99,7 @@ def test_constants_have_no_default():
         rms_norm(torch.zeros(1, 8), torch.zeros(8))
 
 
-def test_the_wrong_convention_fails_the_check():
+def test_the_wrong_convention_fails_the_check(exact):
     """Leaving out the offset, the fault this check is for, is far outside the bound."""
     x, weight = case(7, 128)
     assert (

@@ -1,0 +1,59 @@
+"""Page maps: where a token's bytes lie, through any strides."""
+
+import pytest
+import torch
+
+from m3hal.layouts import KVLayout, PagedCache
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("hnd", (2, 16, 48)), ("nhd", (16, 2, 48))])
+def test_views_are_one_logical_order(kind, shape):
+    """k and v are [pages, heads, page_size, dim] views of the buffer, whatever the page map."""
+    layout = KVLayout(kind, "float32", 16, 2, 24, True)
+    assert layout.page_shape() == shape
+    cache = layout.empty(3)
+    assert cache.buf.shape == (3, *shape)
+    assert cache.k.shape == cache.v.shape == (3, 2, 16, 24)
+    cache.buf.zero_()
+    cache.k[1, 0, 5, 7] = 1.0
+    cache.v[2, 1, 15, 0] = 2.0
+    place = (lambda head, token: (head, token)) if kind == "hnd" else (lambda head, token: (token, head))
+    assert cache.buf[1][place(0, 5)][7] == 1.0
+    assert cache.buf[2][place(1, 15)][24] == 2.0
+    assert cache.buf.count_nonzero() == 2
+
+
+def test_a_strided_buffer_keeps_its_bytes():
+    """Block-outer memory is a stride: views write through to it."""
+    layout = KVLayout("nhd", "bfloat16", 4, 2, 8, True)
+    memory = torch.zeros(3, 5, *layout.page_shape(), dtype=torch.bfloat16)
+    PagedCache(memory[:, 1], layout).v[2, 1, 3, 7] = 9.0
+    assert memory[2, 1, 3, 1, 15] == 9.0
+
+
+@pytest.mark.parametrize(("format", "size"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(("has_values", "width"), [(True, 256), (False, 128)])
+def test_bytes_per_token(format, size, has_values, width):
+    """M3's main cache takes 4 heads * 256 elements, its index cache 128."""
+    layout = KVLayout("hnd", format, 128, 4 if has_values else 1, 128, has_values)
+    assert layout.bytes_per_token() == layout.heads * width * size
+    assert layout.empty(2).buf.nbytes == 2 * 128 * layout.bytes_per_token()
+
+
+def test_index_caches_have_no_values():
+    """Asking for them says so."""
+    with pytest.raises(ValueError, match="index keys only"):
+        _ = KVLayout("hnd", "float32", 4, 1, 8, False).empty(1).v
+
+
+def test_quantised_bytes_have_no_plain_view():
+    """They are read with kv_read, and the message says it."""
+    layout = KVLayout("hnd", "nvfp4", 4, 1, 8, True)
+    with pytest.raises(ValueError, match="kv_read"):
+        _ = PagedCache(torch.empty(1, 1, 4, 9, dtype=torch.uint8), layout).k
+
+
+def test_unknown_formats_are_refused():
+    """By name, when a cache is made."""
+    with pytest.raises(ValueError, match="unknown format 'fp3'"):
+        KVLayout("hnd", "fp3", 4, 1, 8, True).empty(1)
