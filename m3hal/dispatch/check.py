@@ -69,6 +69,13 @@ def problem_of_impl(impl: Any, operator: ops.Operator) -> str | None:
         return "its files and layouts must be tuples of strings"
     if operator.group == "cache" and not impl.layouts:
         return "it works on a KV cache and must declare the layouts it reads and writes, e.g. layouts=('hnd',)"
+    if impl.views not in ("strided", "rows", "contiguous"):
+        return f"its views {impl.views!r} must be 'strided', 'rows' or 'contiguous'"
+    if not isinstance(impl.alignment, int) or impl.alignment < 1:
+        return f"its alignment {impl.alignment!r} must be a number of bytes, 1 or more"
+    for name, sizes in impl.buckets.items() if isinstance(impl.buckets, Mapping) else [("", ())]:
+        if name not in ("tokens", "requests", "pages", "context") or not sizes:
+            return f"its buckets {impl.buckets!r} must map tokens, requests, pages or context to their sizes"
     return _problem_of_limits(impl) or _problem_of_traits(impl, operator) or _problem_of_rungs(impl)
 
 

@@ -29,6 +29,7 @@ API_VERSION = (1, 0)
 
 Memory = Literal["caller", "self", "graph"]
 Phase = Literal["prefill", "decode", "verify"]
+Views = Literal["strided", "rows", "contiguous"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ class Impl:
     memory: who owns scratch memory. ``caller``: the kernel states ``workspace_bytes``. ``self``: a closed library or
         another array runtime. ``graph``: an object with a lifetime (symmetric buffers).
     files: package files besides the factory's own module that the implementation consists of; ``impl_id`` hashes them.
+
+    What it can't take, so that conformance asks for the rest only (each narrows the contract, and shows in a claim):
+    alignment: bytes that the address of every tensor is a multiple of; 1: none asked. views: inputs may have any
+        strides; ``rows``: a dense last axis; ``contiguous``. zero_tokens: whether it takes a batch of no tokens.
+    buckets: ``tokens``, ``requests``, ``pages``, ``context`` -> the sizes it runs at, for static-shape devices; the
+        caller pads.
     """
 
     path: str
@@ -114,6 +121,10 @@ class Impl:
     rungs: tuple[Rung, ...] = ()
     predicate: str | None = None
     files: tuple[str, ...] = ()
+    alignment: int = 1
+    views: Views = "strided"
+    zero_tokens: bool = True
+    buckets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     name: str = ""
 
 
