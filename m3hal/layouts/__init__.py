@@ -1,5 +1,16 @@
 """KV-cache page maps as descriptors."""
 
-from m3hal.layouts.paged import KVLayout, PagedCache
+from m3hal.layouts.paged import CACHE_FORMATS, KVLayout, LayoutKind, PagedCache
+from m3hal.layouts.transfer import BlockRow, PagedRows, convert, pack, unpack
 
-__all__ = ["KVLayout", "PagedCache"]
+__all__ = [
+    "CACHE_FORMATS",
+    "BlockRow",
+    "KVLayout",
+    "LayoutKind",
+    "PagedCache",
+    "PagedRows",
+    "convert",
+    "pack",
+    "unpack",
+]

@@ -26,12 +26,10 @@ TOPK_KEY_BITS = Trait("topk_key_bits", ("32", "29", "16"), False, "bits of a sco
 NVFP4_QUANTIZER = Trait(
     "nvfp4_quantizer",
     ("division", "reciprocal", "token_global"),
-    False,
+    True,
     "how NVFP4 codes are found: correctly rounded division, multiplication by a reciprocal, one global scale per token",
 )
-KV_SCALE_USED = Trait(
-    "kv_scale_used", ("yes", "no"), False, "whether an FP8 cache write divides by k_scale and v_scale"
-)
+KV_SCALE_USED = Trait("kv_scale_used", ("yes", "no"), True, "whether an FP8 cache write divides by k_scale and v_scale")
 DOUBLE_ROUNDING = Trait(
-    "double_rounding", ("no", "bfloat16"), False, "what a value is rounded to on its way to a narrower stored format"
+    "double_rounding", ("no", "bfloat16"), True, "what a value is rounded to on its way to a narrower stored format"
 )

@@ -8,7 +8,9 @@ Source: vLLM ``reshape_and_cache``'s inverse; the layouts of :mod:`m3hal.layouts
 from __future__ import annotations
 
 from m3hal._lazy import torch
+from m3hal.formats import dequantize
 from m3hal.layouts import PagedCache
+from m3hal.layouts.stored import Part, stored
 from m3hal.ops._operator import Numeric, Operator
 
 
@@ -20,15 +22,16 @@ def kv_read(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch
         slots: int64 [n]; slot = page * page_size + offset. A negative slot reads zeros.
 
     Returns:
-        k [n, H, D] and v [n, H, D] (None for an index cache), fp32, exactly ``code * scale``; fp64 for fp64 caches.
+        k [n, H, D] and v [n, H, D] (None for an index cache), fp32, ``code * scale * global``;
+        fp64 for fp64 caches.
     """
     page, offset = slots.clamp(min=0) // cache.layout.page_size, slots.clamp(min=0) % cache.layout.page_size
     absent = (slots < 0)[:, None, None]
 
-    def take(view: torch.Tensor) -> torch.Tensor:
-        return _numbers(view[page, :, offset]).masked_fill(absent, 0.0)
+    def take(part: Part) -> torch.Tensor:
+        return dequantize(stored(cache, part).take(page, offset)).masked_fill(absent, 0.0)
 
-    return take(cache.k), take(cache.v) if cache.layout.has_values else None
+    return take("k"), take("v") if cache.layout.has_values else None
 
 
 def read_sequence(cache: PagedCache, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,16 +41,11 @@ def read_sequence(cache: PagedCache, block_table: torch.Tensor, seq_len: int) ->
     """
     pages = block_table[: -(-seq_len // cache.layout.page_size)].long()
 
-    def take(view: torch.Tensor) -> torch.Tensor:
-        return _numbers(view.transpose(0, 1)[:, pages].flatten(1, 2)[:, :seq_len])
+    def take(part: Part) -> torch.Tensor:
+        return dequantize(stored(cache, part).take_pages(pages))[:, :seq_len]
 
-    k = take(cache.k)
-    return k, take(cache.v) if cache.layout.has_values else k
-
-
-def _numbers(stored: torch.Tensor) -> torch.Tensor:
-    """What the stored elements stand for: fp32, or fp64 for fp64 caches."""
-    return stored.to(torch.promote_types(stored.dtype, torch.float32))
+    k = take("k")
+    return k, take("v") if cache.layout.has_values else k
 
 
 def fake(cache: PagedCache, slots: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:

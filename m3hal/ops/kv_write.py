@@ -7,13 +7,23 @@ Source: vLLM ``reshape_and_cache``; the layouts of :mod:`m3hal.layouts`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from m3hal._lazy import torch
 from m3hal.layouts import PagedCache
+from m3hal.layouts.stored import Stored, quantize_like, stored
 from m3hal.ops._operator import Numeric, Operator
-from m3hal.ops._traits import DOUBLE_ROUNDING, KV_SCALE_USED, NVFP4_QUANTIZER
+from m3hal.ops._traits import DOUBLE_ROUNDING, EXACT, KV_SCALE_USED, NVFP4_QUANTIZER
 
 
-def kv_write(cache: PagedCache, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor) -> None:
+def kv_write(
+    cache: PagedCache,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    slots: torch.Tensor,
+    *,
+    traits: Mapping[str, str] = EXACT,
+) -> None:
     """Stores keys and values at the given slots; every other byte of the cache stays as it is.
 
     Args:
@@ -26,9 +36,17 @@ def kv_write(cache: PagedCache, k: torch.Tensor, v: torch.Tensor | None, slots: 
         raise ValueError("pass v for a main cache, and None for an index cache, which holds keys only")
     kept = slots >= 0
     page, offset = slots[kept] // cache.layout.page_size, slots[kept] % cache.layout.page_size
-    cache.k[page, :, offset] = k[kept].to(cache.buf.dtype)
+    _put(stored(cache, "k"), page, offset, k[kept], traits)
     if v is not None:
-        cache.v[page, :, offset] = v[kept].to(cache.buf.dtype)
+        _put(stored(cache, "v"), page, offset, v[kept], traits)
+
+
+def _put(
+    part: Stored, page: torch.Tensor, offset: torch.Tensor, vectors: torch.Tensor, traits: Mapping[str, str]
+) -> None:
+    if traits.get("double_rounding") == "bfloat16":
+        vectors = vectors.to(torch.bfloat16)
+    part.put(page, offset, quantize_like(part, vectors, traits))
 
 
 def fake(cache: PagedCache, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor, **_: object) -> None:

@@ -64,7 +64,7 @@ def qk_norm_rope_insert(
     run = compose(
         rms_norm=partial(rms_norm, eps=eps, weight_offset=weight_offset),
         rope_partial=partial(rope_partial, rotary_dim=rotary_dim, traits=traits),
-        kv_write=kv_write,
+        kv_write=partial(kv_write, traits=traits),
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         num_index_heads=num_index_heads,
