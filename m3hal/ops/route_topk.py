@@ -37,7 +37,7 @@ def route_topk(
     if renormalize:
         total = weights.sum(-1, keepdim=True)
         weights = weights / torch.where(total > 0, total, 1.0)
-    return weights * routed_scale, ids.to(torch.int32)
+    return weights * routed_scale, ids.to(torch.int32, memory_format=torch.contiguous_format)
 
 
 def fake(
