@@ -1,0 +1,40 @@
+"""One engine: the whole batch at once, the same again from the prefix cache, one by one without it; then its speed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from _engine import complete, main, start
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    prompts = job["prompts"]
+    llm = start(job["checkpoint"], max_num_batched_tokens=4096)
+    found = {"batched": complete(llm, prompts), "cached": complete(llm, prompts)}
+    assert llm.reset_prefix_cache()
+    found["one by one"] = [complete(llm, [prompt])[0] for prompt in prompts]
+    config = llm.llm_engine.vllm_config
+    return {
+        "rounds": found,
+        "architecture": config.model_config.architecture,
+        "additional_config": config.additional_config,
+        "seconds_between_tokens": intervals(llm, prompts[-1][:256], 128),
+    }
+
+
+def intervals(llm: Any, prompt: list[int], tokens: int) -> list[float]:
+    """Wall-clock seconds from each token of one request to the next."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    engine.add_request("timed", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    ends = []
+    while engine.has_unfinished_requests():
+        engine.step()
+        ends.append(time.perf_counter())
+    return [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
+
+
+if __name__ == "__main__":
+    main(run)

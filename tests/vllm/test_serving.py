@@ -1,0 +1,62 @@
+"""Stock vLLM through the reference backend against transformers on the same files, in fp32."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Any, checkpoint: Any, prompts: Any) -> Any:
+    return engine("plain", checkpoint=checkpoint, prompts=prompts)
+
+
+@pytest.fixture(scope="module")
+def tight(engine: Any, checkpoint: Any, prompts: Any) -> Any:
+    return engine("tight", checkpoint=checkpoint, prompts=prompts, pages=24)
+
+
+def test_oracle_is_decided(oracle: Any) -> None:
+    """No greedy choice of the oracle is so close that the tolerated error could turn it."""
+    assert min(min(completion["margins"]) for completion in oracle) > 4e-4
+
+
+@pytest.mark.parametrize("mode", ["batched", "cached", "one by one"])
+def test_tokens_equal_transformers(plain: Any, oracle: Any, difference: Any, mode: str) -> None:
+    """All tokens and log-probabilities are transformers', however vLLM schedules the requests."""
+    assert difference(plain["rounds"][mode], oracle) == ""
+
+
+def test_prefix_cache_was_hit(plain: Any, prompts: Any) -> None:
+    """The second round read every full page of every prompt from the cache, the other rounds none."""
+    # vLLM recomputes the page of the last token, so that there is something to sample from.
+    pages = [(len(prompt) - 1) // 128 * 128 for prompt in prompts]
+    assert [found["cached"] for found in plain["rounds"]["cached"]] == pages
+    for mode in ("batched", "one by one"):
+        assert [found["cached"] for found in plain["rounds"][mode]] == [0] * len(prompts)
+
+
+def test_preempted_requests_equal_transformers(tight: Any, oracle: Any, difference: Any) -> None:
+    """Prefill in chunks of 512 tokens, and requests that lose their pages and start over, change nothing."""
+    assert tight["preemptions"] > 0
+    assert difference(tight["rounds"]["chunked and preempted"], oracle) == ""
+
+
+def test_plan_is_logged_once_and_written_back(plain: Any) -> None:
+    """The log shows one table; its fingerprint is in additional_config, beside what the user wrote."""
+    fingerprint = plain["additional_config"]["m3hal"]["fingerprint"]
+    assert plain["additional_config"]["m3hal"]["backend"] == "reference"
+    assert plain["log"].count("m3hal plan") == plain["log"].count(f"m3hal plan {fingerprint}") == 1
+    assert plain["architecture"] == "M3HalForCausalLM"
+    for operator in ("qk_norm_rope_insert", "moe_experts", "embedding"):
+        assert f" {operator} " in plain["log"]
+
+
+def test_speed_floor(plain: Any) -> None:
+    """One request of 256 tokens: the median time from a token to the next is at most 66 ms."""
+    assert len(plain["seconds_between_tokens"]) == 127
+    assert statistics.median(plain["seconds_between_tokens"]) <= 0.066
