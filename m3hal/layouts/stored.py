@@ -91,7 +91,10 @@ def _slots(cache: PagedCache, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [pages, heads, page_size * n] and scales [pages, heads, page_size * groups] of msa_slot."""
     layout = cache.layout
     slots, size = cache.buf.view(torch.uint8), layout.page_bytes() // (layout.heads * layout.parts)
-    slots = slots.view(*slots.shape[:2], size)[:, int(part == "v") :: layout.parts]  # raises when a slot has gaps
+    try:
+        slots = slots.view(*slots.shape[:2], size)[:, int(part == "v") :: layout.parts]
+    except RuntimeError as error:  # flattening would copy, and what is written to a copy is lost
+        raise ValueError("a slot of msa_slot is contiguous; only pages and slots may lie apart") from error
     end = layout.page_size * layout.spec.data_bytes(layout.dim)
     return slots[..., :end], slots[..., end:]
 

@@ -48,9 +48,8 @@ def test_index_caches_have_no_values():
 
 def test_quantised_bytes_have_no_plain_view():
     """They are read with kv_read, and the message says it."""
-    layout = KVLayout("hnd", "nvfp4", 4, 1, 8, True)
     with pytest.raises(ValueError, match="kv_read"):
-        _ = PagedCache(torch.empty(1, 1, 4, 9, dtype=torch.uint8), layout).k
+        _ = KVLayout("msa_slot", "nvfp4", 4, 1, 16, True).empty(1).k
 
 
 def test_unknown_formats_are_refused():
