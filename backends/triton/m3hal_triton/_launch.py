@@ -23,3 +23,8 @@ def common_power_of_two(*values: int) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """fp32 products are IEEE products here: an engine in fp32 is compared exactly, so TF32 is no option."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs the device runs side by side; a few where the interpreter runs them one by one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

@@ -20,8 +20,10 @@ class BatchPlan:
     """A SeqMeta and what the kernels derive from it.
 
     request, position: int32 [max_tokens], of each query token; -1 for a token that belongs to no request, position -1
-        in a padded request. first_block: int32 [max_seqs + 1], blocks of all requests before this one.
-    counters: int32 [TARGET_PROGRAMS], zero between launches; the last program to arrive at one resets it.
+        in a padded request. first_block: int32 [max_seqs + 1], blocks of all requests before this one;
+        a request without query tokens counts none.
+    counters: int32, at least TARGET_PROGRAMS and max_seqs, zero between launches; the last program to arrive at one
+        resets it.
     """
 
     meta: SeqMeta
@@ -33,14 +35,18 @@ class BatchPlan:
 
 def plan_bytes(max_tokens: int, max_seqs: int) -> int:
     """Bytes of storage that :func:`plan_batch` fills."""
-    return 4 * (2 * max_tokens + max_seqs + 1 + TARGET_PROGRAMS)
+    return 4 * (2 * max_tokens + max_seqs + 1 + _counters(max_seqs))
+
+
+def _counters(max_seqs: int) -> int:
+    return max(TARGET_PROGRAMS, triton.next_power_of_2(max_seqs))
 
 
 def plan_batch(meta: SeqMeta, storage: torch.Tensor, *, max_tokens: int, max_seqs: int, block_size: int) -> BatchPlan:
     """Fills the storage from a SeqMeta by one launch that reads lengths on the device only."""
     words = storage.view(torch.int32)
     request, position, first_block, counters = words[: plan_bytes(max_tokens, max_seqs) // 4].split(
-        [max_tokens, max_tokens, max_seqs + 1, TARGET_PROGRAMS]
+        [max_tokens, max_tokens, max_seqs + 1, _counters(max_seqs)]
     )
     requests = meta.seq_lens.shape[0]
     padded = triton.next_power_of_2(max(requests, 1))
@@ -57,7 +63,7 @@ def plan_batch(meta: SeqMeta, storage: torch.Tensor, *, max_tokens: int, max_seq
         TOKENS=_TOKENS,
         REQUESTS=padded,
         STEPS=padded.bit_length(),
-        COUNTERS=TARGET_PROGRAMS,
+        COUNTERS=_counters(max_seqs),
     )
     return BatchPlan(meta, request, position, first_block, counters)
 
@@ -82,6 +88,9 @@ def _plan(
     if tl.program_id(0) == 0:
         b = tl.arange(0, REQUESTS)
         blocks = tl.cdiv(tl.load(seq_lens + b, mask=b < requests, other=0), BLOCK)
+        begin = tl.load(cu_q + b, mask=b < requests, other=0)
+        end = tl.load(cu_q + b + 1, mask=b < requests, other=0)
+        blocks = tl.where(end > begin, blocks, 0)
         tl.store(first_block_out + 1 + b, tl.cumsum(blocks, 0), mask=b < requests)
         tl.store(first_block_out, 0)
         tl.store(counters + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -11,32 +12,38 @@ from m3hal.dispatch.manifest import Kernel
 from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
+from m3hal_triton import _sparse_prefill as prefill
 from m3hal_triton._launch import LOG2_E, common_power_of_two, dot_precision, power_of_two_below
 from m3hal_triton._plan import TARGET_PROGRAMS, BatchPlan, plan_batch, plan_bytes
 from m3hal_triton._sparse_decode import attend
 
+#: query tokens of a request up to which it is decoded or verified, not prefilled
+FEW_TOKENS = 8
 #: query tokens of one request that share a program, and so the reading of a block
 MAX_QUERY_TILE = 4
 #: rows of the matrix unit's smallest tile
 MIN_ROWS = 16
+#: bytes of a prefill's workspace
+PREFILL_BYTES = 256 << 20
+#: counters of the sort that are kept at least, so that all pieces of a chunk are sorted together
+SORT_COUNTERS = 1 << 20
+#: entries of one work item, and of one program of the sort
+CHUNK = 64
+ENTRIES = 1024
+
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def sparse_attention(site: Site) -> Kernel:
-    """The kernel for a site: split-K decode with an in-kernel merge."""
+    """The kernel for a site: split-K decode with an in-kernel merge, and prefill organised by key block."""
     bounds = {"max_tokens": site.max_tokens, "max_seqs": site.max_seqs, "block_size": site.block_size}
+    run = _Run(site)
     return Kernel(
-        run=_Run(site),
-        workspace_bytes=_decode_workspace(site),
+        run=run,
+        workspace_bytes=run.workspace_bytes,
         plan_batch=partial(plan_batch, **bounds),
         plan_bytes=plan_bytes(site.max_tokens, site.max_seqs),
     )
-
-
-def _decode_workspace(site: Site) -> int:
-    """Bytes of the partial sums: fewer than twice TARGET_PROGRAMS programs are ever split."""
-    group = site.num_q_heads // site.num_kv_heads
-    rows = max(MIN_ROWS, triton.next_power_of_2(MAX_QUERY_TILE * group))
-    return 4 * 2 * TARGET_PROGRAMS * rows * (site.head_dim + 2)
 
 
 class _Run:
@@ -45,8 +52,30 @@ class _Run:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._group = site.num_q_heads // site.num_kv_heads
-        self._keys = min(common_power_of_two(site.block_size, site.page_size), 64)
+        self._narrow = site.dtype == "float32"  # IEEE products of fp32 hold their operands in registers
+        self._keys = min(common_power_of_two(site.block_size, site.page_size), 16 if self._narrow else 64)
         self._fake = partial(load("sparse_attention").fake, return_lse=site.return_lse)
+        self._decode_bytes = self._decode_workspace()
+        self.workspace_bytes = self._decode_bytes
+        if site.max_tokens > FEW_TOKENS:
+            self._sort_bytes = self._prefill_sort_bytes()
+            per_token = site.num_q_heads * site.top_k_blocks * (site.head_dim * (4 if self._narrow else 2) + 4)
+            room = max(PREFILL_BYTES - self._sort_bytes, per_token)
+            self._piece = min(site.max_tokens, room // per_token)
+            self.workspace_bytes = max(self._decode_bytes, self._sort_bytes + self._piece * per_token)
+
+    def _decode_workspace(self) -> int:
+        """Bytes of the partial sums: fewer than twice TARGET_PROGRAMS programs are ever split."""
+        rows = max(MIN_ROWS, triton.next_power_of_2(MAX_QUERY_TILE * self._group))
+        return 4 * 2 * TARGET_PROGRAMS * rows * (self._site.head_dim + 2)
+
+    def _prefill_sort_bytes(self) -> int:
+        """Bytes of ranks, order, work items and counters."""
+        site = self._site
+        entries = site.max_tokens * site.num_kv_heads * site.top_k_blocks
+        slots = max(site.max_seqs * triton.cdiv(site.max_context, site.block_size) * site.num_kv_heads, SORT_COUNTERS)
+        self._slots = slots
+        return 4 * (2 * entries + 8 * (2 * entries + 1024) + 3 * slots + 1024)
 
     def __call__(
         self,
@@ -54,17 +83,18 @@ class _Run:
         kv: PagedCache,
         block_ids: torch.Tensor,
         batch: BatchPlan,
-        out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        out: Output | None = None,
         workspace: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Output:
         result = self._fake(q, kv, block_ids, batch.meta) if out is None else out
         if q.shape[0] and batch.meta.seq_lens.shape[0]:
-            self._decode(q, kv, block_ids, batch, result, workspace)
+            run = self._decode if batch.meta.max_q <= FEW_TOKENS else self._prefill
+            output, lse = result if self._site.return_lse else (result, result)
+            run(q, kv, block_ids, batch, output, lse, workspace)
         return result
 
-    def _decode(self, q, kv, block_ids, batch, result, workspace) -> None:
+    def _decode(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]
         site, meta = self._site, batch.meta
-        output, lse = result if site.return_lse else (result, result)
         requests = meta.seq_lens.shape[0]
         tile = min(triton.next_power_of_2(max(meta.max_q, 1)), MAX_QUERY_TILE)
         chunks = triton.cdiv(max(meta.max_q, 1), tile)
@@ -106,6 +136,115 @@ class _Run:
             SPLITS=splits,
             LSE=site.return_lse,
             PRECISION=dot_precision(q.dtype),
-            num_warps=4,
-            num_stages=3,
+            num_warps=8 if self._narrow else 4,
+            num_stages=2 if self._narrow else 3,
         )
+
+    def _prefill(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]
+        site, meta = self._site, batch.meta
+        tokens, piece = q.shape[0], min(self._piece, q.shape[0])
+        ids = block_ids.shape[2]
+        slots = meta.seq_lens.shape[0] * triton.cdiv(meta.max_k, site.block_size) * site.num_kv_heads
+        at_once = max(1, self._slots // slots) * piece  # tokens that are sorted together
+        for low in range(0, tokens, at_once):
+            n = min(at_once, tokens - low)
+            sort = _Sort(workspace, n, piece, slots, site.num_kv_heads * ids)
+            self._sort(sort, block_ids[low : low + n], batch, low, n, piece)
+            room = workspace[self._sort_bytes :]
+            for index in range(sort.pieces):
+                count = min(piece, n - index * piece)
+                self._piece_of(sort, index, low + index * piece, count, room, q, kv, ids, batch, output, lse)
+
+    def _sort(self, sort: _Sort, block_ids: torch.Tensor, batch: BatchPlan, low: int, n: int, piece: int) -> None:
+        """Entries in the order of their blocks, and work items, for each piece."""
+        site, meta = self._site, batch.meta
+        groups, ids = site.num_kv_heads, block_ids.shape[2]
+        grid = (triton.cdiv(n * groups * ids, ENTRIES),)
+        request, position = batch.request[low:], batch.position[low:]
+        statics: dict[str, Any] = {"GROUPS": groups, "IDS": ids, "BLOCK": site.block_size, "ENTRIES": ENTRIES}
+        sort.counts.zero_()
+        prefill.count[grid](
+            block_ids, request, position, batch.first_block, sort.counts, sort.ranks, n, sort.slots, piece,
+            *block_ids.stride(), **statics, num_warps=4,
+        )  # fmt: skip
+        prefill.offsets[(sort.pieces,)](
+            sort.counts, sort.starts, sort.items, sort.totals, batch.first_block, meta.seq_lens.shape[0], sort.slots,
+            GROUPS=groups, CHUNK=CHUNK, WIDE=2048, num_warps=8,
+        )  # fmt: skip
+        prefill.scatter[grid](
+            block_ids, request, meta.seq_lens, batch.first_block, meta.block_table, sort.counts, sort.starts,
+            sort.items, sort.ranks, sort.order, sort.work, n, sort.slots, piece, sort.max_items,
+            *block_ids.stride(), *meta.block_table.stride(), **statics, PAGE=site.page_size, CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+
+    def _piece_of(self, sort, index, first_token, count, room, q, kv, ids, batch, output, lse) -> None:  # type: ignore[no-untyped-def]
+        """Attention of one piece: partial results by block, then their merge by token."""
+        site, meta, group = self._site, batch.meta, self._group
+        rows = count * site.num_q_heads * ids
+        split = rows * site.head_dim * q.element_size()
+        partials = room[:split].view(q.dtype)
+        partial_lse = room[split : split + 4 * rows].view(torch.float32)
+        local = index * sort.piece
+        k, v = kv.k, kv.v
+        whole = not self._narrow and site.page_size >= site.block_size
+        prefill.attend_block[(sort.max_items,)](
+            q,
+            k,
+            v,
+            sort.order[local * site.num_kv_heads * ids :],
+            sort.work[index],
+            sort.totals[index:],
+            batch.position,
+            meta.block_table,
+            partials,
+            partial_lse,
+            site.scale * LOG2_E,
+            first_token,
+            *q.stride(),
+            *k.stride(),
+            *v.stride(),
+            *meta.block_table.stride(),
+            HEADS=site.num_q_heads,
+            GROUP=group,
+            GROUPS=site.num_kv_heads,
+            IDS=ids,
+            ROWS=max(MIN_ROWS if self._narrow else 64, triton.next_power_of_2(group)),
+            DIM=site.head_dim,
+            BLOCK=site.block_size,
+            PAGE=site.page_size,
+            KEYS=site.block_size if whole else self._keys,
+            STAGES=2,
+            PRECISION=dot_precision(q.dtype),
+            num_warps=4,
+        )
+        prefill.merge[(count, triton.cdiv(site.num_q_heads, 8))](
+            partials,
+            partial_lse,
+            sort.ranks[local * site.num_kv_heads * ids :],
+            output,
+            lse,
+            first_token,
+            *output.stride(),
+            *lse.stride()[:2],
+            HEADS=site.num_q_heads,
+            GROUP=group,
+            GROUPS=site.num_kv_heads,
+            IDS=ids,
+            DIM=site.head_dim,
+            ROWS=8,
+            LSE=site.return_lse,
+            num_warps=4,
+        )
+
+
+class _Sort:
+    """The sort's arrays in a workspace, for ``n`` tokens in pieces."""
+
+    def __init__(self, workspace: torch.Tensor, n: int, piece: int, slots: int, per_token: int) -> None:
+        self.slots, self.piece, self.pieces = slots, piece, triton.cdiv(n, piece)
+        self.max_items = min(slots, piece * per_token) + triton.cdiv(piece * per_token, CHUNK)
+        sizes = [n * per_token, n * per_token, 8 * self.pieces * self.max_items]
+        sizes += [self.pieces * slots] * 3 + [self.pieces]
+        words = workspace.view(torch.int32)[: sum(sizes)].split(sizes)
+        self.ranks, self.order, work, self.counts, self.starts, self.items, self.totals = words
+        self.work = work.view(self.pieces, self.max_items, 8)

@@ -1,0 +1,298 @@
+"""Sparse attention when requests bring many query tokens: organised by key block.
+
+Each selection (token, kv head, slot) is an entry. Entries are sorted by the block they name (a counting sort: count,
+offsets, scatter), a program takes one block and up to CHUNK of its entries, gathers their queries into matrix tiles,
+and writes each entry's partial result; a last kernel merges the k partial results of a token. So a block is read once
+for many queries. Every partial result depends on its own query and block only, and the merge runs in the order of the ids:
+a row's bits do not depend on the rest of the batch, nor on the order in which the sort's atomics arrive.
+
+Tokens come in pieces, so that the partial results fit into the workspace; the sort serves all pieces at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count(
+    block_ids,
+    request_of,
+    position_of,
+    first_block,
+    counts,
+    ranks,
+    tokens,
+    slots,  # counters of one piece
+    piece,  # tokens of one piece
+    id_token,
+    id_head,
+    id_slot,
+    GROUPS: tl.constexpr,
+    IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """The rank of each entry among those of its block and piece; -1 for an entry that selects nothing."""
+    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+    token, group, slot = entry // (GROUPS * IDS), entry // IDS % GROUPS, entry % IDS
+    inside = token < tokens
+    block = tl.load(block_ids + token * id_token + group * id_head + slot * id_slot, mask=inside, other=-1)
+    position = tl.load(position_of + token, mask=inside, other=-1)
+    selects = (block >= 0) & (block.to(tl.int64) * BLOCK <= position)
+    request = tl.load(request_of + token, mask=selects, other=0)
+    home = (tl.load(first_block + request, mask=selects, other=0) + block) * GROUPS + group
+    rank = tl.atomic_add(counts + token // piece * slots + home, 1, mask=selects, sem="relaxed")
+    tl.store(ranks + entry, tl.where(selects, rank, -1), mask=inside)
+
+
+@triton.jit
+def offsets(
+    counts,
+    starts,
+    items,
+    totals,
+    first_block,
+    requests,
+    slots,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Where each block's entries and work items begin in its piece; the piece's number of work items.
+
+    A work item is one block and up to CHUNK of its entries.
+    """
+    piece = tl.program_id(0).to(tl.int64)
+    used = tl.load(first_block + requests) * GROUPS
+    entries_before = tl.zeros((), tl.int32)
+    items_before = tl.zeros((), tl.int32)
+    for low in range(0, used, WIDE):
+        slot = low + tl.arange(0, WIDE)
+        n = tl.load(counts + piece * slots + slot, mask=slot < used, other=0)
+        work = tl.cdiv(n, CHUNK)
+        tl.store(starts + piece * slots + slot, entries_before + tl.cumsum(n, 0) - n, mask=slot < used)
+        tl.store(items + piece * slots + slot, items_before + tl.cumsum(work, 0) - work, mask=slot < used)
+        entries_before += tl.sum(n, 0)
+        items_before += tl.sum(work, 0)
+    tl.store(totals + piece, items_before)
+
+
+@triton.jit
+def scatter(
+    block_ids,
+    request_of,
+    seq_lens,
+    first_block,
+    block_table,
+    counts,
+    starts,
+    items,
+    ranks,
+    order,
+    work,  # [pieces, max_items, 8]: first entry, entries, block and head, page, request, sequence length
+    tokens,
+    slots,
+    piece,
+    max_items,
+    id_token,
+    id_head,
+    id_slot,
+    table_row,
+    table_slot,
+    GROUPS: tl.constexpr,
+    IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Puts the entries into the order of their blocks, and writes the work items."""
+    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+    token, group, slot = entry // (GROUPS * IDS), entry // IDS % GROUPS, entry % IDS
+    rank = tl.load(ranks + entry, mask=token < tokens, other=-1)
+    selects = rank >= 0
+    block = tl.load(block_ids + token * id_token + group * id_head + slot * id_slot, mask=selects, other=0)
+    request = tl.load(request_of + token, mask=selects, other=0)
+    mine = token // piece
+    home = mine * slots + (tl.load(first_block + request, mask=selects, other=0) + block) * GROUPS + group
+    start = tl.load(starts + home, mask=selects, other=0)
+    first_token = mine * piece
+    into = order + first_token * (GROUPS * IDS) + start + rank
+    tl.store(into, ((token - first_token) * IDS + slot).to(tl.int32), mask=selects)
+    leads = selects & (rank % CHUNK == 0)
+    n = tl.load(counts + home, mask=leads, other=0)
+    item = tl.load(items + home, mask=leads, other=0) + rank // CHUNK
+    record = work + (mine * max_items + item) * 8
+    page = tl.load(
+        block_table + request.to(tl.int64) * table_row + (block * BLOCK // PAGE) * table_slot, mask=leads, other=0
+    )
+    tl.store(record, start + rank, mask=leads)
+    tl.store(record + 1, tl.minimum(n - rank, CHUNK), mask=leads)
+    tl.store(record + 2, block * GROUPS + group, mask=leads)
+    tl.store(record + 3, page, mask=leads)
+    tl.store(record + 4, request, mask=leads)
+    tl.store(record + 5, tl.load(seq_lens + request, mask=leads, other=0), mask=leads)
+
+
+@triton.jit
+def attend_block(
+    q,
+    k,
+    v,
+    order,
+    work,
+    totals,
+    position_of,
+    block_table,
+    partial,
+    partial_lse,
+    scale,  # includes log2(e)
+    first_token,
+    q_token,
+    q_head,
+    q_dim,
+    k_page,
+    k_head,
+    k_slot,
+    k_dim,
+    v_page,
+    v_head,
+    v_slot,
+    v_dim,
+    table_row,
+    table_slot,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    IDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One work item: the partial result of each entry, divided by its own sum, and its log2 sum of exponentials.
+
+    A program keeps the whole block when KEYS is BLOCK; otherwise it walks the block once for each tile of queries.
+    """
+    item = tl.program_id(0)
+    if item >= tl.load(totals):
+        return
+    start = tl.load(work + item * 8)
+    n = tl.load(work + item * 8 + 1)
+    which = tl.load(work + item * 8 + 2)
+    page_of = tl.load(work + item * 8 + 3)
+    request = tl.load(work + item * 8 + 4)
+    seq_len = tl.load(work + item * 8 + 5)
+    block, group = which // GROUPS, which % GROUPS
+    QUERIES: tl.constexpr = ROWS // GROUP
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    head = group * GROUP + row % GROUP
+    whole: tl.constexpr = (KEYS == BLOCK) and (PAGE >= BLOCK)
+    if whole:
+        page = page_of.to(tl.int64)
+        key = block * BLOCK + tl.arange(0, BLOCK)
+        written = key < seq_len
+        at_k = k + page * k_page + group * k_head + (key % PAGE)[None, :] * k_slot + dim[:, None] * k_dim
+        at_v = v + page * v_page + group * v_head + (key % PAGE)[:, None] * v_slot + dim[None, :] * v_dim
+        keys = tl.load(at_k, mask=written[None, :], other=0.0)
+        values = tl.load(at_v, mask=written[:, None], other=0.0)
+
+    for done in tl.range(0, n, QUERIES, num_stages=STAGES):
+        entry_of = done + row // GROUP
+        live = (entry_of < n) & (row < QUERIES * GROUP)
+        entry = tl.load(order + start + entry_of, mask=live, other=0)
+        token = (first_token + entry // IDS).to(tl.int64)
+        position = tl.load(position_of + token, mask=live, other=-1)
+        at_q = q + token[:, None] * q_token + head[:, None] * q_head + dim[None, :] * q_dim
+        queries = tl.load(at_q, mask=live[:, None], other=0.0)
+        if whole:
+            scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
+            scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+            top = tl.maximum(tl.max(scores, 1), -1e38)
+            weights = tl.exp2(scores - top[:, None])
+            total = tl.sum(weights, 1)
+            acc = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        else:
+            top = tl.full((ROWS,), -1e38, tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
+            acc = tl.zeros((ROWS, DIM), tl.float32)
+            table = block_table + request.to(tl.int64) * table_row
+            for low in range(0, BLOCK, KEYS):
+                part = block * BLOCK + low + tl.arange(0, KEYS)
+                there = part < seq_len
+                pages = tl.load(table + (part // PAGE) * table_slot, mask=there, other=0).to(tl.int64)
+                off_k = k + pages * k_page + group * k_head + (part % PAGE) * k_slot
+                off_v = v + pages * v_page + group * v_head + (part % PAGE) * v_slot
+                some_keys = tl.load(off_k[None, :] + dim[:, None] * k_dim, mask=there[None, :], other=0.0)
+                some_values = tl.load(off_v[:, None] + dim[None, :] * v_dim, mask=there[:, None], other=0.0)
+                scores = tl.dot(queries, some_keys, input_precision=PRECISION) * scale
+                scores = tl.where(part[None, :] <= position[:, None], scores, float("-inf"))
+                higher = tl.maximum(top, tl.max(scores, 1))
+                shrink = tl.exp2(top - higher)
+                weights = tl.exp2(scores - higher[:, None])
+                total = total * shrink + tl.sum(weights, 1)
+                acc = acc * shrink[:, None] + tl.dot(
+                    weights.to(some_values.dtype), some_values, input_precision=PRECISION
+                )
+                top = higher
+        out_row = (entry // IDS).to(tl.int64) * (HEADS * IDS) + head * IDS + entry % IDS
+        to = partial + out_row[:, None] * DIM + dim[None, :]
+        tl.store(to, (acc / total[:, None]).to(partial.dtype.element_ty), mask=live[:, None])
+        tl.store(partial_lse + out_row, top + tl.log2(total), mask=live)
+
+
+@triton.jit
+def merge(
+    partial,
+    partial_lse,
+    ranks,
+    out,
+    lse,
+    first_token,
+    out_token,
+    out_head,
+    out_dim,
+    lse_token,
+    lse_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    IDS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """The softmax over a token's blocks, from the partial results of ROWS heads."""
+    local = tl.program_id(0).to(tl.int64)
+    token = first_token + local
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    real = head < HEADS
+    dim = tl.arange(0, DIM)
+    rank = ranks + (local * GROUPS + head // GROUP) * IDS
+    row = (local * HEADS + head) * IDS
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    for slot in tl.static_range(IDS):
+        selects = real & (tl.load(rank + slot, mask=real, other=-1) >= 0)
+        top = tl.maximum(top, tl.load(partial_lse + row + slot, mask=selects, other=float("-inf")))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DIM), tl.float32)
+    for slot in tl.static_range(IDS):
+        selects = real & (tl.load(rank + slot, mask=real, other=-1) >= 0)
+        weight = tl.exp2(tl.load(partial_lse + row + slot, mask=selects, other=float("-inf")) - base)
+        part = tl.load(partial + (row + slot)[:, None] * DIM + dim[None, :], mask=selects[:, None], other=0.0)
+        total += weight
+        acc += weight[:, None] * part.to(tl.float32)
+    empty = total == 0
+    result = acc / tl.where(empty, 1.0, total)[:, None]
+    at = out + token * out_token + head[:, None] * out_head + dim[None, :] * out_dim
+    tl.store(at, result.to(out.dtype.element_ty), mask=real[:, None])
+    if LSE:
+        natural = tl.where(empty, float("-inf"), (base + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
+        tl.store(lse + token * lse_token + head * lse_head, natural, mask=real)

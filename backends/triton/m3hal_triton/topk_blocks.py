@@ -1,0 +1,201 @@
+"""``topk_blocks`` and ``merge_topk``: the choice of key blocks from scores."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from m3hal.ops import load
+from m3hal.shape import Site
+from m3hal_triton._choose import choose_visible, order_key
+
+#: elements of a program's tile: rows share it, so that short rows come several to a program
+TILE = 4096
+
+
+def topk_blocks(site: Site) -> partial[torch.Tensor]:
+    """The callable for a site."""
+    return partial(_topk, site)
+
+
+def merge_topk(site: Site) -> partial[torch.Tensor]:
+    """The callable for a site."""
+    return partial(_merge, site)
+
+
+def _topk(
+    site: Site, scores: torch.Tensor, visible_blocks: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = load("topk_blocks").fake(scores, visible_blocks, top_k_blocks=site.top_k_blocks) if out is None else out
+    launch_topk(site, scores, scores.stride(), visible_blocks, 1, out)
+    return out
+
+
+def launch_topk(
+    site: Site,
+    scores: torch.Tensor,
+    strides: tuple[int, int, int],
+    visible: torch.Tensor,
+    divisor: int,
+    out: torch.Tensor,
+) -> None:
+    """Chooses for every row of out [T, Hi, k]; a token sees ``visible[t]`` blocks, or with a divisor, which is then the
+    block size, ``visible[t] // divisor + 1`` of a position."""
+    tokens, heads, _ = out.shape
+    if not out.numel():
+        return
+    blocks = triton.next_power_of_2(max(scores.shape[-1], 1))
+    rows = max(1, min(triton.next_power_of_2(heads), TILE // blocks))
+    _choose_rows[(tokens, triton.cdiv(heads, rows))](
+        scores,
+        visible,
+        out,
+        scores.shape[-1],
+        heads,
+        *strides,
+        *out.stride(),
+        DIVISOR=divisor,
+        TOPK=site.top_k_blocks,
+        TOPK_PADDED=triton.next_power_of_2(site.top_k_blocks),
+        INIT=site.init_blocks,
+        LOCAL=site.local_blocks,
+        ROWS=rows,
+        BLOCKS=blocks,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _choose_rows(
+    scores,
+    visible_of,
+    out,
+    blocks,
+    heads,
+    score_token,
+    score_head,
+    score_block,
+    out_token,
+    out_head,
+    out_slot,
+    DIVISOR: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PADDED: tl.constexpr,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS
+    visible = tl.load(visible_of + token)
+    if DIVISOR > 1:
+        visible = tl.where(visible < 0, 0, visible // DIVISOR + 1)
+    choose_visible(
+        scores + token * score_token + head * score_head,
+        score_head,
+        score_block,
+        tl.minimum(visible, blocks),
+        out + token * out_token + head * out_head,
+        out_head,
+        out_slot,
+        heads - head,
+        TOPK,
+        TOPK_PADDED,
+        INIT,
+        LOCAL,
+        ROWS,
+        BLOCKS,
+    )
+
+
+def _merge(
+    site: Site,
+    scores: torch.Tensor,
+    ids: torch.Tensor,
+    visible_blocks: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = load("merge_topk").fake(scores, ids, visible_blocks, top_k_blocks=site.top_k_blocks) if out is None else out
+    if out.numel():
+        shards, tokens, heads, k = ids.shape
+        forced = site.init_blocks + site.local_blocks
+        _merge_rows[(tokens, heads)](
+            scores,
+            ids,
+            visible_blocks,
+            out,
+            *scores.stride(),
+            *ids.stride(),
+            *out.stride(),
+            OFFERS=shards * k,
+            K=k,
+            CANDIDATES=triton.next_power_of_2(shards * k + forced),
+            TOPK=site.top_k_blocks,
+            TOPK_PADDED=triton.next_power_of_2(site.top_k_blocks),
+            INIT=site.init_blocks,
+            LOCAL=site.local_blocks,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
+def _merge_rows(
+    scores,
+    ids,
+    visible_of,
+    out,
+    score_shard,
+    score_token,
+    score_head,
+    score_slot,
+    id_shard,
+    id_token,
+    id_head,
+    id_slot,
+    out_token,
+    out_head,
+    out_slot,
+    OFFERS: tl.constexpr,
+    K: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PADDED: tl.constexpr,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+):
+    """One row: the shards' offers and the forced blocks, brought into the order of their ids, then chosen."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    visible = tl.load(visible_of + token)
+    c = tl.arange(0, CANDIDATES)
+    offered = c < OFFERS
+    at = (c // K).to(tl.int64)
+    id_at = ids + at * id_shard + token * id_token + head * id_head + (c % K) * id_slot
+    ident = tl.load(id_at, mask=offered, other=-1)
+    score_at = scores + at * score_shard + token * score_token + head * score_head + (c % K) * score_slot
+    score = tl.load(score_at, mask=offered, other=0.0)
+    # forced blocks count once, offered or not: as candidates of their own, so the offers of them are dropped
+    first, last = c - OFFERS, visible - 1 - (c - OFFERS - INIT)
+    by_force = tl.where(c < OFFERS + INIT, tl.where(first < visible, first, -1), tl.where(last >= INIT, last, -1))
+    extra = (c >= OFFERS) & (c < OFFERS + INIT + LOCAL)
+    ordinary = offered & (ident >= INIT) & (ident < visible - LOCAL)
+    ident = tl.where(extra, by_force, tl.where(ordinary, ident, -1))
+    present = ident >= 0
+
+    # ranks by counting: few candidates, no sort; the winners of a tie are the lower ids
+    key = order_key(score, extra & present, present)
+    better = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (ident[None, :] < ident[:, None]))
+    rank = tl.sum((better & present[None, :]).to(tl.int32), 1)
+    chosen = present & (rank < TOPK)
+    lower = chosen[None, :] & (ident[None, :] < ident[:, None])
+    slot = tl.sum(lower.to(tl.int32), 1)
+    row = out + token * out_token + head * out_head
+    tl.store(row + slot * out_slot, ident, mask=chosen)
+    empty = tl.arange(0, TOPK_PADDED)
+    count = tl.sum(chosen.to(tl.int32), 0)
+    tl.store(row + empty * out_slot, tl.full((TOPK_PADDED,), -1, tl.int32), mask=(empty >= count) & (empty < TOPK))

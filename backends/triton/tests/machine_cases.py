@@ -1,0 +1,77 @@
+"""Calls at MiniMax-M3's real shapes whose launches are compiled for each GPU; the tensors are small and on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from m3hal.layouts import KVLayout
+from m3hal.ops import SeqMeta
+from m3hal.shape import MINIMAX_M3, ModelShape, Site
+
+
+def site(kind: str, dtype: str) -> Site:
+    """A site of MiniMax-M3 on one GPU."""
+    shape = ModelShape.from_config(
+        MINIMAX_M3, dtype=dtype, page_size=128, max_tokens=8192, max_seqs=64, max_context=65536
+    )
+    return next(site for site in shape.sites() if site.kind == kind)
+
+
+def batch(requests: int, q_len: int, seq_len: int) -> SeqMeta:
+    """Equal requests over the first pages."""
+    cu_q = torch.arange(requests + 1, dtype=torch.int32) * q_len
+    table = torch.zeros(requests, seq_len // 128, dtype=torch.int32)
+    return SeqMeta(cu_q, torch.full((requests,), seq_len, dtype=torch.int32), table, q_len, seq_len)
+
+
+def scratch(kernel: object) -> torch.Tensor | None:
+    return torch.empty(kernel.workspace_bytes, dtype=torch.uint8) if kernel.workspace_bytes else None
+
+
+def planned(kernel: object, meta: SeqMeta) -> object:
+    return kernel.plan_batch(meta, torch.empty(kernel.plan_bytes, dtype=torch.uint8))
+
+
+def _sparse(dtype: str, requests: int, q_len: int) -> None:
+    from m3hal_triton.sparse_attention import sparse_attention
+
+    where = site("sparse_attention", dtype)
+    kernel = sparse_attention(where)
+    kind = getattr(torch, dtype)
+    kv = KVLayout("hnd", dtype, 128, where.num_kv_heads, 128, True).empty(4)
+    q = torch.empty(requests * q_len, where.num_q_heads, 128, dtype=kind)
+    ids = torch.empty(requests * q_len, where.num_kv_heads, 16, dtype=torch.int32)
+    kernel.run(q, kv, ids, planned(kernel, batch(requests, q_len, 4096)), workspace=scratch(kernel))
+
+
+def _indexer(operator: str, dtype: str, requests: int, q_len: int, seq_len: int = 4096) -> None:
+    from m3hal_triton import select_blocks
+
+    where = site("sparse_attention", dtype)
+    kernel = getattr(select_blocks, operator)(where)
+    cache = KVLayout("hnd", dtype, 128, 1, 128, False).empty(4)
+    index_q = torch.empty(requests * q_len, where.num_index_heads, 128, dtype=getattr(torch, dtype))
+    plan = planned(kernel, batch(requests, q_len, seq_len))
+    extra = {"workspace": scratch(kernel)} if kernel.workspace_bytes else {}
+    kernel.run(index_q, cache, plan, **extra)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "sparse decode 1 bf16": partial(_sparse, "bfloat16", 1, 1),
+    "sparse decode 64 bf16": partial(_sparse, "bfloat16", 64, 1),
+    "sparse prefill bf16": partial(_sparse, "bfloat16", 1, 2048),
+    "sparse prefill fp32": partial(_sparse, "float32", 1, 64),
+    "sparse verify bf16": partial(_sparse, "bfloat16", 64, 4),
+    "select decode bf16": partial(_indexer, "select_blocks", "bfloat16", 64, 1, 65536),
+    "select verify bf16": partial(_indexer, "select_blocks", "bfloat16", 64, 4, 65536),
+    "select decode 512K bf16": partial(_indexer, "select_blocks", "bfloat16", 1, 1, 524288),
+    "select prefill bf16": partial(_indexer, "select_blocks", "bfloat16", 1, 2048, 65536),
+    "select decode fp32": partial(_indexer, "select_blocks", "float32", 8, 1),
+    "select prefill fp32": partial(_indexer, "select_blocks", "float32", 1, 64),
+    "scores decode bf16": partial(_indexer, "block_scores", "bfloat16", 8, 1),
+    "scores prefill bf16": partial(_indexer, "block_scores", "bfloat16", 1, 64),
+    "sparse decode 1 fp32": partial(_sparse, "float32", 1, 1),
+}

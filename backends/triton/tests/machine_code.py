@@ -1,0 +1,136 @@
+"""Compiles the kernels for GPUs that are not here and reads the machine code: run by test_machine_code.py.
+
+``python machine_code.py TARGET...`` prints one JSON line per (target, case, kernel). What a case launches is recorded
+from its real call on CPU tensors, so that the compiled specialisation is the one that a GPU would run. Results are
+cached by the hash of everything that made them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import triton
+from machine_cases import CASES
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import jit
+
+ROOT = Path(__file__).parents[3]
+CACHE = ROOT / ".cache" / "machine_code"
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+def record(case: Any) -> list[tuple[jit.JITFunction, tuple[Any, ...], dict[str, Any]]]:
+    """The launches of one call, without running them."""
+    launches = []
+
+    def getitem(function: jit.JITFunction, grid: Any) -> Any:
+        return lambda *args, **kwargs: launches.append((function, args, kwargs))
+
+    shipped = jit.KernelInterface.__getitem__
+    jit.KernelInterface.__getitem__ = getitem
+    try:
+        case()
+    finally:
+        jit.KernelInterface.__getitem__ = shipped
+    return launches
+
+
+def source(
+    function: jit.JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ASTSource, dict[str, Any]]:
+    """What triton's launcher would compile for these arguments."""
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    values = dict(zip(function.arg_names, args, strict=False)) | kwargs
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(function.params):
+        value = values[parameter.name]
+        kind, key = "constexpr", value
+        if not parameter.is_constexpr:
+            kind, key = jit.native_specialize_impl(_Backend, value, False, True, True)
+        signature[parameter.name] = kind
+        if kind == "constexpr":
+            constants[(index,)] = value
+        elif key and "D" in key:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(function, signature, constants, attributes), options
+
+
+class _Backend:
+    """Specialises as every GPU backend does."""
+
+    @staticmethod
+    def get_int_specialization(arg: int, **_: object) -> str:
+        return "D" if arg % 16 == 0 else ""
+
+    @staticmethod
+    def get_tensor_specialization(arg: Any, **_: object) -> str:
+        return "D" if arg.data_ptr() % 16 == 0 else ""
+
+
+def inspect(compiled: Any, target: str) -> dict[str, Any]:
+    """Registers, spilled bytes or registers, shared memory and matrix instructions of a compiled kernel."""
+    if target.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        field = {name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")}
+        found = re.findall(r"\s(v_(?:mfma\w*|\w+_f64))", text)
+        return _summary(field["vgpr_count"], field["vgpr_spill_count"], compiled, found)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tools = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
+        usage = subprocess.check_output([tools / "cuobjdump", "--dump-resource-usage", file.name], text=True)
+        sass = subprocess.check_output([tools / "nvdisasm", file.name], text=True)
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    spilled = int(re.search(r"STACK:(\d+)", usage)[1]) + int(re.search(r"LOCAL:(\d+)", usage)[1])
+    found = re.findall(r"\s((?:HMMA|HGMMA|QGMMA|UTCHMMA|UTCQMMA|DMMA|DFMA|DADD|DMUL|DSETP|LDL|STL)\b)", sass)
+    return _summary(registers, spilled, compiled, found)
+
+
+def _summary(registers: int, spilled: int, compiled: Any, found: list[str]) -> dict[str, Any]:
+    shared = compiled.metadata.shared
+    return {"registers": registers, "spilled": spilled, "shared": shared, "instructions": dict(Counter(found))}
+
+
+def report(target: str, case: str) -> list[dict[str, Any]]:
+    """One entry per distinct kernel that the case launches."""
+    files = sorted((ROOT / "backends" / "triton").rglob("*.py"))
+    key = hashlib.sha256(b"".join(f.read_bytes() for f in files) + f"{triton.__version__}{target}{case}".encode())
+    cached = CACHE / f"{key.hexdigest()}.json"
+    if cached.exists():
+        return json.loads(cached.read_text())
+    entries = []
+    for function, args, kwargs in record(CASES[case]):
+        made, options = source(function, args, dict(kwargs))
+        compiled = triton.compile(made, target=TARGETS[target], options=options)
+        entry = {"target": target, "case": case, "kernel": function.__name__, **inspect(compiled, target)}
+        if entry not in entries:
+            entries.append(entry)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    cached.write_text(json.dumps(entries))
+    return entries
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
+    names = [name for name in sys.argv[1:] if name in TARGETS] or list(TARGETS)
+    cases = [name for name in sys.argv[1:] if name not in TARGETS] or list(CASES)
+    for target in names:
+        for case in cases:
+            for entry in report(target, case):
+                print(json.dumps(entry), flush=True)

@@ -1,0 +1,76 @@
+"""The indexer against its definition: scores, choice, and both in one."""
+
+import pytest
+import torch
+from attention_cases import DEVICE, Batch, double, plan, poisoned, sparse_site, workspace
+from m3hal_triton.select_blocks import block_scores, select_blocks
+
+from m3hal.ops import load
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (0, 33), (1, 0), (1, 130)]
+VERIFY = [(3, 100), (4, 18), (1, 64)]
+PREFILL = [(10, 90), (1, 47), (0, 5), (9, 9), (2, 0)]
+
+
+def _inputs(site, lengths, dtype, **options):
+    batch = Batch(site, lengths, dtype, **options)
+    return batch, batch.queries(site.num_index_heads, site.index_dim), batch.cache(1, site.index_dim, False)
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
+@pytest.mark.parametrize(("page", "block"), [(16, 16), (16, 32), (32, 16)])
+def test_scores(dtype, lengths, page, block):
+    """Every score, -inf in the same places, NaN past the end never read."""
+    site = sparse_site(dtype, page_size=page, block_size=block)
+    batch, index_q, cache = _inputs(site, lengths, dtype, extra_tokens=2, strided=page == 32)
+    kernel = block_scores(site)
+    blocks = -(-batch.meta.max_k // block)
+    out = poisoned(batch.tokens, site.num_index_heads, blocks, dtype=torch.float32)
+    kernel.run(index_q, cache, plan(kernel, batch.meta), out=out)
+    exact = load("block_scores").reference(index_q.double(), double(cache), batch.meta, block_size=block)
+    assert torch.equal(torch.isneginf(out), torch.isneginf(exact))
+    seen = ~torch.isneginf(exact)
+    assert (out[seen] - exact[seen]).abs().max() <= 1e-5 * exact[seen].abs().max()
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
+@pytest.mark.parametrize(("heads", "forced"), [(2, (0, 1)), (3, (1, 2))])
+def test_choice(dtype, lengths, heads, forced):
+    """The definition's ids; random scores are distinct enough that rounding changes no choice."""
+    site = sparse_site(dtype, num_index_heads=heads, init_blocks=forced[0], local_blocks=forced[1])
+    batch, index_q, cache = _inputs(site, lengths, dtype, extra_tokens=2, layout="nhd")
+    kernel = select_blocks(site)
+    out = torch.full((batch.tokens, heads, 4), 77, dtype=torch.int32, device=DEVICE)
+    planned = plan(kernel, batch.meta)
+    kernel.run(index_q, cache, planned, out=out, workspace=workspace(kernel))
+    op = load("select_blocks")
+    assert torch.equal(out, op.reference(index_q, cache, batch.meta, **op.static_values(site)))
+    again = kernel.run(index_q, cache, planned, workspace=workspace(kernel))
+    assert torch.equal(out, again)
+
+
+def test_prefill_in_pieces(monkeypatch):
+    """A workspace for less than all tokens: the pieces together are the whole."""
+    site = sparse_site(torch.float32)
+    batch, index_q, cache = _inputs(site, [(30, 70), (25, 25)], torch.float32)
+    kernel = select_blocks(site)
+    whole = kernel.run(index_q, cache, plan(kernel, batch.meta), workspace=workspace(kernel))
+    rows = site.num_index_heads * -(-batch.meta.max_k // site.block_size)
+    pieces = kernel.run(index_q, cache, plan(kernel, batch.meta), workspace=workspace(kernel)[: 4 * rows * 17])
+    assert torch.equal(whole, pieces)
+
+
+def test_visible_nan_makes_its_block_nan():
+    """A visible NaN spoils the score of its block and of no other; it then loses to every number."""
+    site = sparse_site(torch.float32)
+    batch, index_q, cache = _inputs(site, [(1, 90), (12, 60)], torch.float32)
+    for request in (0, 1):
+        cache.buf[batch.table[request, 1], 0, 3] = float("nan")
+    for kernel in (block_scores(site),):
+        scores = kernel.run(index_q, cache, plan(kernel, batch.meta))
+        exact = load("block_scores").reference(index_q, cache, batch.meta, block_size=site.block_size)
+        assert torch.equal(scores.isnan(), exact.isnan())
+        assert exact.isnan().any()
