@@ -32,7 +32,7 @@ def row_errors(actual: Tensor, oracle: Tensor, *, floor: float = 0.0) -> Tensor:
     """
     if actual.shape != oracle.shape:
         raise AssertionError(f"the output's shape is {tuple(actual.shape)}; the oracle's is {tuple(oracle.shape)}")
-    actual, oracle = actual.double(), oracle.double()
+    actual, oracle = actual.detach().double(), oracle.detach().double()
     finite = torch.isfinite(oracle)
     alike = torch.where(finite, torch.isfinite(actual), (actual == oracle) | (actual.isnan() & oracle.isnan()))
     difference = torch.where(finite & alike, actual - oracle, 0.0).norm(dim=-1)
