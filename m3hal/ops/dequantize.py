@@ -1,17 +1,18 @@
-"""Turns a quantised tensor back into numbers: ``code * scale * global_scale``, exact in fp32.
+"""Turns a quantised tensor back into numbers: ``code * scale * global_scale``.
 
 Source: the formats of :mod:`m3hal.formats`.
 """
 
 from __future__ import annotations
 
+from m3hal import formats
 from m3hal._lazy import torch
-from m3hal.formats import QTensor, plain_dtype
+from m3hal.formats import FORMATS, PLAIN_FORMATS, QTensor, plain_dtype, spec_of
 from m3hal.ops._operator import Numeric, Operator
 
 
 def dequantize(q: QTensor, *, dtype: str) -> torch.Tensor:
-    """The numbers that ``q`` stands for, rounded once to ``dtype``.
+    """The numbers that ``q`` stands for, computed in fp32 and rounded once to ``dtype``; a tensor of its own.
 
     Args:
         q: from ``quantize``, or a checkpoint's tensor.
@@ -20,13 +21,17 @@ def dequantize(q: QTensor, *, dtype: str) -> torch.Tensor:
     Raises:
         ValueError: an unknown format.
     """
-    plain_dtype(q.spec.format)
-    return q.data.to(plain_dtype(dtype), copy=True, memory_format=torch.contiguous_format)
+    spec_of(q.spec.format)
+    numbers = formats.dequantize(q, plain_dtype(dtype))
+    return numbers.to(numbers.dtype, copy=q.spec.format in PLAIN_FORMATS, memory_format=torch.contiguous_format)
 
 
 def fake(q: QTensor, *, dtype: str, **_: object) -> torch.Tensor:
     """Empty and contiguous."""
-    return torch.empty(q.data.shape, dtype=plain_dtype(dtype), device=q.data.device)
+    per_byte = 2 if FORMATS[q.spec.format].bits == 4 else 1
+    return torch.empty(
+        (*q.data.shape[:-1], q.data.shape[-1] * per_byte), dtype=plain_dtype(dtype), device=q.data.device
+    )
 
 
 OPERATOR = Operator(

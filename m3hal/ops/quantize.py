@@ -5,33 +5,42 @@ Source: the formats of :mod:`m3hal.formats`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from m3hal import formats
 from m3hal._lazy import torch
-from m3hal.formats import QTensor, plain_dtype, spec_of
+from m3hal.formats import FORMATS, PLAIN_FORMATS, ROW, QTensor, plain_dtype, spec_of
 from m3hal.ops._operator import Numeric, Operator, Trait
-from m3hal.ops._traits import NVFP4_QUANTIZER
+from m3hal.ops._traits import EXACT, NVFP4_QUANTIZER
 
 
-def quantize(x: torch.Tensor, *, activation_format: str) -> QTensor:
+def quantize(x: torch.Tensor, *, activation_format: str, traits: Mapping[str, str] = EXACT) -> QTensor:
     """Rounds ``x`` once to a format.
 
     Args:
         x: [..., n].
-        activation_format: a name of :mod:`m3hal.formats`.
+        activation_format: a name of :mod:`m3hal.formats`. fp8 gets one scale for each row, which is a token; nvfp4 has
+            global scale 1.
 
     Returns:
         codes and scales; for a plain format the codes are the numbers and there is no scale.
 
     Raises:
-        ValueError: an unknown format.
+        ValueError: an unknown format, or n does not fill its groups.
     """
-    spec = spec_of(activation_format)
-    return QTensor(x.to(plain_dtype(spec.format), copy=True, memory_format=torch.contiguous_format), spec)
+    return formats.quantize(x, spec_of(activation_format), traits=traits)
 
 
 def fake(x: torch.Tensor, *, activation_format: str, **_: object) -> QTensor:
-    """Empty codes."""
+    """Empty codes and scales, contiguous."""
     spec = spec_of(activation_format)
-    return QTensor(torch.empty(x.shape, dtype=plain_dtype(spec.format), device=x.device), spec)
+    if spec.format in PLAIN_FORMATS:
+        return QTensor(torch.empty(x.shape, dtype=plain_dtype(spec.format), device=x.device), spec)
+    rows, n = x.shape[:-1], x.shape[-1]
+    groups = 1 if spec.group == ROW else spec.scale_bytes(n) * 8 // FORMATS[spec.format].scale_bits
+    codes = torch.empty(*rows, spec.data_bytes(n), dtype=torch.uint8, device=x.device)
+    dtype = torch.float32 if spec.group == ROW else torch.uint8
+    return QTensor(codes, spec, torch.empty(*rows, groups, dtype=dtype, device=x.device))
 
 
 OPERATOR = Operator(
@@ -43,7 +52,12 @@ OPERATOR = Operator(
     sites=("dense_attention", "sparse_attention", "dense_mlp", "moe"),
     traits=(
         NVFP4_QUANTIZER,
-        Trait("mx_scale_rule", ("ceil", "floor"), False, "how the power-of-two scale of an MX block is rounded"),
+        Trait(
+            "mx_scale_rule",
+            ("own", "ceil", "floor", "even"),
+            True,
+            "how the power-of-two scale of an MX block is rounded; own: ceil for mxfp8, even for mxfp4",
+        ),
     ),
     source="m3hal formats",
 )
