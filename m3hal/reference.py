@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from m3hal import ops
-from m3hal.dispatch.manifest import Impl, Manifest
+from m3hal.dispatch.manifest import Impl, Manifest, one_of
+from m3hal.formats import PLAIN_FORMATS
 from m3hal.shape import Site
 
 LAYOUTS = ("hnd", "nhd")
@@ -56,13 +57,30 @@ def __getattr__(name: str) -> Callable[[Site], Callable[..., Any]]:
 
 
 def _operators() -> Mapping[str, tuple[Impl, ...]]:
-    files = ("ops/*.py", "layouts/*.py", "formats/*.py")
-    cached = ("kv_write", "kv_read", "kv_copy_blocks", "block_scores", "sparse_attention", "paged_attention")
     return {
-        name: (Impl(f"{__name__}:{name}", layouts=LAYOUTS if name in cached else (), memory="self", files=files),)
+        name: (
+            Impl(
+                f"{__name__}:{name}",
+                limits=tuple(one_of(attribute, *formats) for attribute, formats in _FORMATS.get(name, {}).items()),
+                layouts=LAYOUTS if ops.load(name).group == "cache" else (),
+                memory="self",
+                files=("ops/*.py", "layouts/*.py", "formats/*.py"),
+            ),
+        )
         for name in ops.CORE
     }
 
+
+#: What the definitions can store, compute from, or write; a site without an index cache has the index format "".
+_CACHE = {"kv_format": PLAIN_FORMATS, "index_format": ("", *PLAIN_FORMATS)}
+_FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("kv_write", "kv_read", "kv_copy_blocks"), _CACHE),
+    "sparse_attention": {"kv_format": PLAIN_FORMATS},
+    "paged_attention": {"kv_format": PLAIN_FORMATS},
+    "block_scores": {"index_format": PLAIN_FORMATS},
+    "quantize": {"activation_format": PLAIN_FORMATS},
+    "moe_experts": {"weight_format": PLAIN_FORMATS},
+}
 
 MANIFEST = Manifest(
     name="reference",

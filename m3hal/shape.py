@@ -25,6 +25,8 @@ class Site:
     hidden_size: int
     eps: float
     weight_offset: float  # norm weights are stored zero-centred: 1.0 for Gemma norms, 0.0 for the drafter's
+    weight_format: str  # of the site's projections or experts
+    activation_format: str  # what a projection or expert takes: the dtype unless quantised
     # attention
     num_q_heads: int
     num_kv_heads: int
@@ -54,8 +56,6 @@ class Site:
     top_k_experts: int
     renormalize: bool
     routed_scale: float
-    weight_format: str
-    activation_format: str
     # the engine's bounds
     max_tokens: int
     max_seqs: int
@@ -240,7 +240,17 @@ MINIMAX_M3: Mapping[str, Any] = {
 }
 
 # What a site takes over from the model as it stands.
-_COMMON = ("dtype", "hidden_size", "eps", "weight_offset", "max_tokens", "max_seqs", "max_context")
+_COMMON = (
+    "dtype",
+    "hidden_size",
+    "eps",
+    "weight_offset",
+    "weight_format",
+    "activation_format",
+    "max_tokens",
+    "max_seqs",
+    "max_context",
+)
 _ATTENTION = ("num_q_heads", "num_kv_heads", "head_dim", "rotary_dim", "kv_format", "page_size")
 _INDEXER = (
     "num_index_heads",
@@ -251,7 +261,7 @@ _INDEXER = (
     "init_blocks",
     "local_blocks",
 )
-_MLP = ("alpha", "beta", "limit", "weight_format", "activation_format")
+_MLP = ("alpha", "beta", "limit")
 _EXPERTS = ("num_experts", "num_local_experts", "top_k_experts", "routed_scale")
 _ABSENT: Mapping[str, Any] = {
     field.name: {"str": "", "int": 0, "float": 0.0, "bool": False}.get(str(field.type), "") for field in fields(Site)

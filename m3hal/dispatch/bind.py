@@ -45,8 +45,6 @@ class Bound:
 def bind(plan: Plan, choice: Choice) -> Bound:
     """Binds one row of a plan; see :meth:`m3hal.dispatch.plans.Plan.bind`."""
     where = f"{choice.operator} at {choice.site}" if choice.site else choice.operator
-    if plan.in_tree:
-        raise M3halError(f"{where} can't be bound: vLLM's in-tree model serves this plan, because {plan.reason}.")
     if choice.engine:
         raise M3halError(f"{where} can't be bound: the engine {choice.engine} holds it.")
     if choice.chosen:

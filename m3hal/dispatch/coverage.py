@@ -16,7 +16,11 @@ from m3hal.dispatch.verdict import Verdict
 def missing(plan: Plan) -> list[Choice]:
     """Unserved core operators, and unserved fused ones that the policy overrides."""
     unserved = [choice for choice in plan.choices if not choice.is_served]
-    return [c for c in unserved if ops.load(c.operator).kind == "core" or c.operator in plan.policy.overrides]
+    return [choice for choice in unserved if not _is_fused(choice) or choice.operator in plan.policy.overrides]
+
+
+def _is_fused(choice: Choice) -> bool:
+    return ops.load(choice.operator).kind == "fused"
 
 
 def settle(plan: Plan) -> Plan:
@@ -34,10 +38,10 @@ def _refused(plan: Plan, gaps: Sequence[Choice]) -> M3halError:
     asked = next((order for order in orders if order), "auto")
     rejections = [verdict for choice in gaps for verdict in verdicts(plan, choice)]
     lines = [
-        f"backend {asked!r} leaves {len({choice.operator for choice in gaps})} operators of this model without an "
-        f"implementation on {plan.device}, and what is asked for by name is not replaced:",
+        f"backend {asked!r} leaves operators of this model without an implementation on {plan.device}, and what is "
+        "asked for by name is not replaced:",
         *(f"  {line}" for line in _grouped(rejections)),
-        *(f"  {choice.operator} at {choice.site}: {choice.reason}" for choice in gaps if not verdicts(plan, choice)),
+        *(f"  {choice.operator} at {choice.site}: {choice.reason}" for choice in gaps if _is_fused(choice)),
     ]
     if asked != "auto" and REFERENCE not in asked.split(","):
         lines.append(f"To let the reference serve these, ask for '{asked},{REFERENCE}'.")

@@ -69,7 +69,6 @@ def _files_hash(package: str, pattern: str) -> str:
     return digest([(path.name, _content_hash(path)) for path in paths])
 
 
-@cache
 def _roots(name: str) -> tuple[Path, ...]:
     """Where a top-level package lies; finding it does not import it."""
     loaded = sys.modules.get(name)

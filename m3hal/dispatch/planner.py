@@ -54,14 +54,15 @@ def plan(
     pinned = pin.load(policy) if policy.pinned else None
     asked = policy if pinned is None else replace(pinned.policy, fingerprint=policy.fingerprint)
     device = devices.check(device)
+    wanted = admission.operators_named(operators)
     job = _Job(
         shape=shape,
         device=device,
         policy=asked,
         present=devices.is_present(device) if present is None else present,
-        engine=engine,
+        engine=engine if operators is None else {name: holder for name, holder in engine.items() if name in wanted},
         cache_layouts=tuple(cache_layouts),
-        wanted=admission.operators_named(operators),
+        wanted=wanted,
         levels=levels or {},
         pins=pinned.impl_ids if pinned else None,
     )
@@ -116,8 +117,7 @@ class _Job:
         return [(operator, site) for operator in own for site in self.shape.sites() if site.kind in operator.sites]
 
     def _held(self) -> list[Choice]:
-        held = {name: holder for name, holder in self.engine.items() if name in self.wanted or name not in ops.NAMES}
-        return [Choice(name, "", engine=holder, reason=f"{holder} holds it") for name, holder in held.items()]
+        return [Choice(name, "", engine=holder, reason=f"{holder} holds it") for name, holder in self.engine.items()]
 
     def _pool(self, backends: Iterable[Found]) -> tuple[dict[str, list[Candidate]], list[Verdict]]:
         """Every well-formed implementation by operator, the highest priority first."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from m3hal import ops
 from m3hal.dispatch.discovery import REFERENCE, Found
 from m3hal.dispatch.errors import ConfigurationError, M3halError, did_you_mean
 from m3hal.dispatch.identity import digest
@@ -86,11 +87,9 @@ class Plan:
 
     def layout(self, operator: str, site: str | None = None) -> str:
         """The cache layout of an operator's site; with several sites that differ, name one."""
-        found = {
-            self.layouts[row.site]
-            for row in self.rows(operator)
-            if row.site in self.layouts and site in (None, row.site)
-        }
+        rows = [row for row in self.rows(operator) if site in (None, row.site)]
+        in_group = operator in ops.NAMES and ops.load(operator).group == "cache"
+        found = {self.layouts[row.site] for row in rows} if in_group else set()
         if len(found) != 1:
             where = f" at site {site!r}" if site else ""
             raise M3halError(
@@ -124,6 +123,10 @@ class Plan:
         """
         from m3hal.dispatch.bind import bind
 
+        if self.in_tree:
+            raise M3halError(
+                f"{operator} at {site} can't be bound: vLLM's in-tree model serves this plan, because {self.reason}."
+            )
         key = (operator, site)
         if key not in self._bound:
             self._bound[key] = bind(self, self.choice(operator, site))

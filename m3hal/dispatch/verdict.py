@@ -46,7 +46,8 @@ class Verdict:
 
     def __str__(self) -> str:
         outcome = "accepted" if self.accepted else f"rejected at {self.stage}"
-        return f"{self.backend}{f' {self.impl}' if self.impl else ''}: {outcome}: {self.reason}"
+        label = f" {self.impl}" if self.impl not in ("", self.operator) else ""
+        return f"{self.backend}{label}: {outcome}: {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
         """The fields that are set."""
