@@ -1,0 +1,238 @@
+"""The command line: what it prints, as text and as JSON, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import m3hal
+from m3hal import ops
+from m3hal.cli import COMMANDS, main
+from m3hal.dispatch import Impl, Manifest, at_most, devices, discovery, register, unregister
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The reference and a toy for an AMD card, whatever else is installed."""
+    entries = [entry for entry in discovery._entries() if entry.name == "reference"]
+    monkeypatch.setattr(discovery, "_entries", lambda: tuple(entries))
+    monkeypatch.setattr(devices, "detect", lambda: (devices.Detected("cpu", "a CPU", 2**34, "test"),))
+    for name in ("M3HAL_CONFIG", "M3HAL_BACKEND", "M3HAL_OPERATORS"):
+        monkeypatch.delenv(name, raising=False)
+    small = Impl("m3hal.reference:rms_norm", limits=(at_most("max_tokens", 16),), name="small")
+    register(Manifest("acme", "toy", ">=1,<2", ("hip:gfx950",), {"rms_norm": (small,)}))
+    yield
+    unregister("acme")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of a command."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_devices(run: Any) -> None:
+    """Names that plans use, and the same as JSON."""
+    code, out, _ = run("devices")
+    assert code == 0
+    assert "cpu" in out
+    assert "16 GiB" in out
+    assert json.loads(run("devices", "--json")[1])["devices"][0]["device"] == "cpu"
+
+
+def test_backends(run: Any) -> None:
+    """Each with a verdict; for another device on request; 3 when none is usable."""
+    code, out, _ = run("backends")
+    assert code == 0
+    assert "usable on cpu" in out
+    assert "rejected at device: it runs on hip:gfx950; not on cpu" in out
+    data = json.loads(run("backends", "--json", "--device", "hip:gfx950")[1])
+    assert {row["name"]: row["usable_on"] for row in data["backends"]}["acme"] == ["hip:gfx950"]
+    assert run("backends", "--device", "hip")[0] == 2
+
+
+def test_backends_exit_with_3_when_none_is_usable(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing supports the request."""
+    monkeypatch.setattr(discovery, "_entries", tuple)
+    assert run("backends")[0] == 3
+
+
+def test_ops(run: Any) -> None:
+    """All operators, or one whole definition."""
+    code, out, _ = run("ops")
+    assert code == 0
+    assert all(name in out for name in ops.NAMES)
+    code, out, _ = run("ops", "sparse_attention")
+    assert code == 0
+    for expected in ("sparse_attention(q: Tensor, kv: PagedCache", "Args:", "worst-row", "p_dtype", "MiniMax-AI/MSA"):
+        assert expected in out
+    data = json.loads(run("ops", "select_blocks", "--json")[1])
+    assert data["covers"] == ["block_scores", "topk_blocks"]
+    assert data["statics"] == ["block_size", "top_k_blocks", "init_blocks", "local_blocks"]
+    assert "m3hal:reference" in json.loads(run("ops", "rms_norm", "--json")[1])["implemented_by"]
+
+
+def test_unknown_operator_is_a_usage_error(run: Any) -> None:
+    """2, with the nearest name, as text or as JSON."""
+    code, out, err = run("ops", "rmsnorm")
+    assert (code, out) == (2, "")
+    assert "Did you mean 'rms_norm'" in err
+    code, out, _ = run("explain", "rmsnorm", "--json")
+    assert code == 2
+    assert "Did you mean 'rms_norm'" in json.loads(out)["error"]
+
+
+def test_explain_shows_the_plan_and_its_reasons(run: Any) -> None:
+    """The table, the configuration with its origin, the backends."""
+    code, out, _ = run("explain", "--backend", "reference")
+    assert code == 0
+    for expected in ("m3hal plan", "moe_experts", "backend = 'reference' (from the command line)", "engine: vllm"):
+        assert expected in out
+
+
+def test_explain_an_operator_for_a_device_that_is_not_here(run: Any) -> None:
+    """Verdicts on every implementation, libraries assumed."""
+    arguments = ("explain", "rms_norm", "--device", "hip:gfx950", "--backend", "acme,reference")
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert "acme small: rejected at limits: max_tokens is 8192; it takes 16 or less" in out
+    assert "this machine has no hip:gfx950: not probed" in out
+    code, out, _ = run(*arguments, "--max-tokens", "16", "--json")
+    assert code == 0
+    row = json.loads(out)["choices"][0]
+    assert (row["backend"], row["impl"], row["operator"]) == ("acme", "small", "rms_norm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--backend", "acmee"), 2, "Did you mean 'acme'"),
+        (("--backend", "acme"), 3, "it runs on hip:gfx950; not on cpu"),
+        (("--backend", "acme", "--device", "hip:gfx950"), 1, "ask for 'acme,reference'"),
+        (("--device", "cuda"), 2, "cuda:sm_90"),
+        (("--operator", "rms_norm"), 2, "must read OP=BACKEND"),
+        (("--operator", "rmsnorm=acme"), 2, "Did you mean 'rms_norm'"),
+        (("--model", "/nowhere"), 2, "can't be read as a model's config.json"),
+        (("--tp", "7"), 2, "can't be split over 7 ranks"),
+    ],
+)
+def test_explain_exit_codes(run: Any, arguments: tuple[str, ...], code: int, message: str) -> None:
+    """1 for a failed plan, 2 for a request that means nothing, 3 for what nothing supports."""
+    got, out, err = run("explain", *arguments)
+    assert (got, out) == (code, "")
+    assert message in err
+
+
+def test_explain_exits_with_3_when_the_in_tree_model_stays(run: Any) -> None:
+    """Auto found nothing for the device; asking for vLLM is a success."""
+    code, out, _ = run("explain", "--device", "cuda:sm_90")
+    assert code == 3
+    assert "vLLM's in-tree model stays: no installed backend is for cuda:sm_90" in out
+    assert run("explain", "--device", "cuda:sm_90", "--backend", "vllm")[0] == 0
+
+
+def test_explain_diff_and_pin(run: Any, tmp_path: Path) -> None:
+    """An exported plan can be compared with and pinned."""
+    file = tmp_path / "plan.json"
+    file.write_text(run("explain", "--json", "--backend", "reference")[1])
+    assert run("explain", "--backend", "reference", "--diff", str(file)) == (
+        0,
+        f"the same plan, {json.loads(file.read_text())['fingerprint']}\n",
+        "",
+    )
+    code, out, _ = run("explain", "--backend", "acme,reference", "--diff", str(file))
+    assert code == 1
+    assert "policy: was {'backend': 'reference'}, is {'backend': 'acme,reference'}" in out
+    assert run("explain", "--plan", str(file))[0] == 0
+    assert run("explain", "--plan", str(tmp_path / "none.json"))[0] == 2
+
+
+def test_explain_reads_a_checkpoint(run: Any, tmp_path: Path) -> None:
+    """A folder with config.json, nested as published."""
+    small = {**m3hal.MINIMAX_M3, "num_hidden_layers": 2, "moe_layer_freq": [1, 1]}
+    small["sparse_attention_config"] = {**small["sparse_attention_config"], "sparse_attention_freq": [1, 1]}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": small}))
+    code, out, _ = run("explain", "--model", str(tmp_path), "--json")
+    assert code == 0
+    assert {row["site"] for row in json.loads(out)["choices"]} == {"", "sparse_attention", "moe"}
+    (tmp_path / "config.json").write_text("{}")
+    assert run("explain", "--model", str(tmp_path))[0] == 2
+
+
+def test_doctor_is_content(run: Any) -> None:
+    """Versions and no problem; a backend for another device is none."""
+    code, out, _ = run("doctor")
+    assert (code, out.splitlines()[-1]) == (0, "  none"), out
+    assert json.loads(run("doctor", "--json")[1])["versions"]["m3hal"] == m3hal.__version__
+
+
+def test_doctor_finds_what_is_wrong(tmp_path: Path) -> None:
+    """A failing plugin with its traceback, a stale and a shadowed distribution, a lie, a wrong variable."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    _distribution(first, "m3hal-acme", "2.0", "acme")
+    _distribution(second, "m3hal-acme", "1.0", "acme")
+    _distribution(first, "gone", "1.0", "gone")
+    (first / "m3hal_acme").mkdir()
+    (first / "m3hal_acme" / "__init__.py").write_text("import a_library_that_is_not_there\n")
+    path = f"{first}:{second}"
+    command = [sys.executable, "-m", "m3hal", "doctor"]
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "M3HAL_BACKEN": "acme"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert done.returncode == 1, done.stderr
+    problems = done.stdout.partition("problems\n")[2]
+    for expected in (
+        "Did you mean 'M3HAL_BACKEND'",
+        f"m3hal-acme 2.0 in {first} hides 1.0 in {second}",
+        "gone 1.0 is stale: its entry point gone is gone:MANIFEST, but there is no module gone",
+        "m3hal-acme:acme: rejected at import: importing m3hal_acme:MANIFEST raised ModuleNotFoundError",
+    ):
+        assert expected in problems
+    assert "Traceback (most recent call last)" in done.stdout
+    assert "import a_library_that_is_not_there" in done.stdout
+
+
+def _distribution(folder: Path, name: str, version: str, backend: str) -> None:
+    module = name.replace("-", "_")
+    info = folder / f"{module}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[m3hal.backends]\n{backend} = {module}:MANIFEST\n")
+
+
+def test_closed_pipe_is_no_traceback() -> None:
+    """``m3hal ops | head -1``."""
+    command = f"{sys.executable} -m m3hal ops --json | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout == "{"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_documents_itself_and_knows_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--help shows the command's docstring; --json is everywhere."""
+    with pytest.raises(SystemExit) as caught:
+        main((name, "--help"))
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "--json" in out
+    assert COMMANDS[name].__doc__.splitlines()[0] in out
+
+
+def test_usage_errors_exit_with_2() -> None:
+    """argparse's own."""
+    for arguments in ((), ("dance",), ("explain", "--min-level", "perfect")):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2

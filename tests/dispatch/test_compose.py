@@ -1,0 +1,137 @@
+"""Fused operators composed of the plan's own entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from m3hal import ops
+from m3hal.dispatch import Kernel, Policy, plan
+from m3hal.layouts import KVLayout, PagedCache
+from m3hal.ops import SeqMeta
+from m3hal.shape import ModelShape
+
+
+@pytest.fixture
+def make(alone: None, shape: ModelShape) -> Callable[..., Any]:
+    """Acme where it implements, the reference elsewhere."""
+    return lambda: plan(shape, "cpu", Policy.resolve({"backend": "acme,reference"}, environ={}))
+
+
+@pytest.fixture
+def inputs() -> tuple[torch.Tensor, PagedCache, SeqMeta]:
+    """Two requests of 300 and 140 cached keys, one query each."""
+    torch.manual_seed(0)
+    layout = KVLayout("hnd", "bfloat16", page_size=128, heads=1, dim=128, has_values=False)
+    cache = PagedCache(torch.randn(6, *layout.page_shape()).to(torch.bfloat16), layout)
+    meta = SeqMeta(
+        cu_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        seq_lens=torch.tensor([300, 140], dtype=torch.int32),
+        block_table=torch.tensor([[4, 0, 2], [1, 3, 0]], dtype=torch.int32),
+        max_q=1,
+        max_k=300,
+    )
+    return torch.randn(2, 4, 128).to(torch.bfloat16), cache, meta
+
+
+def expected(shape: ModelShape, inputs: Any) -> torch.Tensor:
+    """The definition's answer."""
+    operator = ops.load("select_blocks")
+    site = next(site for site in shape.sites() if site.kind == "sparse_attention")
+    ids: torch.Tensor = operator.reference(*inputs, **operator.static_values(site))
+    return ids
+
+
+def scores(site: Any) -> Callable[..., Any]:
+    """The definition of block_scores, as acme's kernel."""
+    operator = ops.load("block_scores")
+    return lambda *given: operator.reference(*given, **operator.static_values(site))
+
+
+def test_composition_runs_the_plans_parts(toy: Any, make: Any, shape: ModelShape, inputs: Any) -> None:
+    """A sentinel part is called; the result is the definition's, into ``out`` when given."""
+    calls = []
+
+    def factory(site: Any) -> Callable[..., Any]:
+        run = scores(site)
+        return lambda *given: (calls.append(len(given)), run(*given))[1]
+
+    toy("acme", block_scores=factory)
+    bound = make().bind("select_blocks", "sparse_attention")
+    assert torch.equal(bound.run(*inputs), expected(shape, inputs))
+    assert calls == [3]
+    out = torch.full((2, 4, 16), 77, dtype=torch.int32)
+    assert bound.run(*inputs, out=out) is out
+    assert torch.equal(out, expected(shape, inputs))
+    assert bound.backend == "acme+reference"
+
+
+def test_workspaces_and_batch_plans_of_parts(toy: Any, make: Any, shape: ModelShape, inputs: Any) -> None:
+    """One workspace, as large as the largest; each part gets its own plan and storage, others the SeqMeta."""
+    seen: dict[str, Any] = {}
+
+    def scoring(site: Any) -> Kernel:
+        run = scores(site)
+
+        def planned(index_q: Any, cache: Any, batch: Any, workspace: Any) -> Any:
+            seen["batch"], seen["scores"] = batch, workspace.numel()
+            return run(index_q, cache, batch["meta"])
+
+        def plan_batch(meta: Any, storage: Any) -> dict[str, Any]:
+            return {"meta": meta, "storage": storage}
+
+        return Kernel(planned, workspace_bytes=512, plan_batch=plan_batch, plan_bytes=300)
+
+    def choosing(site: Any) -> Kernel:
+        operator = ops.load("topk_blocks")
+
+        def run(block_scores: Any, visible: Any, workspace: Any) -> Any:
+            seen["topk"] = workspace.numel()
+            return operator.reference(block_scores, visible, **operator.static_values(site))
+
+        return Kernel(run, workspace_bytes=1024)
+
+    toy("acme", block_scores=scoring, topk_blocks=choosing)
+    bound = make().bind("select_blocks", "sparse_attention")
+    assert (bound.workspace_bytes, bound.plan_bytes) == (1024, 512)
+    index_q, cache, meta = inputs
+    batch = bound.plan_batch(meta, torch.empty(bound.plan_bytes, dtype=torch.uint8))
+    assert batch.seq_lens is meta.seq_lens, "it still reads as a SeqMeta"
+    ids = bound.run(index_q, cache, batch, workspace=torch.empty(1024, dtype=torch.uint8))
+    assert torch.equal(ids, expected(shape, inputs))
+    assert seen["batch"]["storage"].numel() == 300
+    assert seen["scores"] == seen["topk"] == 1024
+
+
+def test_composition_of_references_is_the_definition(make: Any, shape: ModelShape) -> None:
+    """qk_norm_rope_insert of the reference rounds once, as defined, not after each part."""
+    bound = make_reference(shape).bind("qk_norm_rope_insert", "dense_attention")
+    site, operator = bound.site, ops.load("qk_norm_rope_insert")
+    torch.manual_seed(1)
+    rows = (site.num_q_heads + 2 * site.num_kv_heads) * site.head_dim
+    qkv = torch.randn(3, rows).to(torch.bfloat16)
+    norms = ops.QKNorms(*[torch.randn(128).to(torch.bfloat16) for _ in range(2)], None, None)
+    angles = torch.rand(8, site.rotary_dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    layout = KVLayout("hnd", "bfloat16", page_size=128, heads=4, dim=128, has_values=True)
+    given = (qkv, norms, torch.arange(3), cos_sin, layout.empty(1), None, torch.arange(3), None)
+    q, index_q = bound.run(*given)
+    assert index_q is None
+    assert torch.equal(q, operator.reference(*given, **operator.static_values(site))[0])
+    assert bound.backend == "reference"
+
+
+def make_reference(shape: ModelShape) -> Any:
+    return plan(shape, "cpu", Policy.resolve({"backend": "reference"}, environ={}))
+
+
+def test_identity_of_a_composition_follows_its_parts(toy: Any, make: Any, shape: ModelShape) -> None:
+    """Another implementation of a part is another composition."""
+    toy("acme", topk_blocks=lambda site: print)
+    made, reference = make(), make_reference(shape)
+    ids = {p.impl_id(p.choice("select_blocks", "sparse_attention")) for p in (made, reference)}
+    assert len(ids) == 2
+    assert reference.bind("select_blocks", "sparse_attention").impl_id in ids
