@@ -16,6 +16,7 @@ import urllib.request
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CONSTRAINTS = os.path.join(ROOT, "scripts", "constraints.txt")
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PATIENCE = 5  # seconds for that index to answer
 TORCH, VLLM = "2.13.0", "0.32.0"
 #: vLLM's wheel asks for them, but those on PyPI are built against the CUDA torch and break the import of vLLM.
 MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
@@ -64,7 +65,7 @@ def check_python() -> None:
 def torch_index() -> "tuple[str, ...]":
     """The index of CPU-only builds, if it answers: on ordinary machines PyPI's torch brings several GB of CUDA."""
     try:
-        urllib.request.urlopen(TORCH_CPU_INDEX + "/torch/", timeout=5).close()
+        urllib.request.urlopen(TORCH_CPU_INDEX + "/torch/", timeout=PATIENCE).close()
     except (OSError, ValueError):
         print(f"  {TORCH_CPU_INDEX} does not answer; taking the torch that pip finds elsewhere", flush=True)
         return ()
