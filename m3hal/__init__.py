@@ -6,7 +6,9 @@ The names below are imported when first used, so that ``import m3hal`` costs abo
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+
+#: What type checkers take for true. Not from `typing`, whose import costs more than everything else here.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from m3hal.dispatch import API_VERSION as API_VERSION
@@ -54,10 +56,10 @@ _HOMES = {
 __all__ = ["__version__", *sorted(_HOMES)]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value: object = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

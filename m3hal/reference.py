@@ -13,10 +13,9 @@ from typing import Any
 
 from m3hal import ops
 from m3hal.dispatch.manifest import Impl, Manifest, one_of
-from m3hal.formats import PLAIN_FORMATS
+from m3hal.formats import FORMATS, PLAIN_FORMATS
+from m3hal.layouts import CACHE_FORMATS, PAGE_MAPS
 from m3hal.shape import Site
-
-LAYOUTS = ("hnd", "nhd")
 
 
 def bind_definition(operator: ops.Operator, site: Site) -> Callable[..., Any]:
@@ -62,7 +61,7 @@ def _operators() -> Mapping[str, tuple[Impl, ...]]:
             Impl(
                 f"{__name__}:{name}",
                 limits=tuple(one_of(attribute, *formats) for attribute, formats in _FORMATS.get(name, {}).items()),
-                layouts=LAYOUTS if ops.load(name).group == "cache" else (),
+                layouts=PAGE_MAPS if ops.load(name).group == "cache" else (),
                 memory="self",
                 files=("ops/*.py", "layouts/*.py", "formats/*.py"),
             ),
@@ -71,14 +70,15 @@ def _operators() -> Mapping[str, tuple[Impl, ...]]:
     }
 
 
-#: What the definitions can store, compute from, or write; a site without an index cache has the index format "".
-_CACHE = {"kv_format": PLAIN_FORMATS, "index_format": ("", *PLAIN_FORMATS)}
+_CACHES = tuple(CACHE_FORMATS)
+_CACHE = {"kv_format": _CACHES, "index_format": ("", *_CACHES)}  # "": a site without an index cache
+#: operator -> attribute of the site -> what its definition can store, compute from, or write
 _FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("kv_write", "kv_read", "kv_copy_blocks"), _CACHE),
-    "sparse_attention": {"kv_format": PLAIN_FORMATS},
-    "paged_attention": {"kv_format": PLAIN_FORMATS},
-    "block_scores": {"index_format": PLAIN_FORMATS},
-    "quantize": {"activation_format": PLAIN_FORMATS},
+    "sparse_attention": {"kv_format": _CACHES},
+    "paged_attention": {"kv_format": _CACHES},
+    "block_scores": {"index_format": _CACHES},
+    "quantize": {"activation_format": tuple(FORMATS)},
     "moe_experts": {"weight_format": PLAIN_FORMATS},
 }
 

@@ -23,6 +23,7 @@ from m3hal.dispatch import Plan, Policy, devices, pin, plan
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal.dispatch.planner import VLLM_HOLDS
 from m3hal.dispatch.policy import LEVELS
+from m3hal.layouts import CACHE_FORMATS, PAGE_MAPS
 from m3hal.shape import MINIMAX_M3, ModelShape
 
 HELP = "which implementation serves each operator, and why"
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--max-tokens", type=int, default=8192, help="per forward (default: %(default)s)")
     target.add_argument("--max-seqs", type=int, default=256, help="per forward (default: %(default)s)")
     target.add_argument("--max-context", type=int, default=524288, help="per request (default: %(default)s)")
-    target.add_argument("--layouts", default="hnd", help="cache layouts the engine allocates (default: %(default)s)")
+    target.add_argument("--layouts", help="cache layouts the engine allocates; default: the KV format's first")
     target.add_argument("--engine", choices=("vllm", "none"), default="vllm", help="who holds linear and the like")
     asked = parser.add_argument_group("what to ask for; these win over M3HAL_CONFIG and M3HAL_* variables")
     asked.add_argument("--backend", help="auto, a name, names with commas, or vllm")
@@ -63,12 +64,18 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.device or devices.detect()[0].device,
         Policy.resolve(_asked(arguments), carrier="the command line"),
         engine=VLLM_HOLDS if arguments.engine == "vllm" else {},
-        cache_layouts=tuple(arguments.layouts.split(",")),
+        cache_layouts=_layouts(arguments),
     )
     if arguments.diff:
         return _diff(arguments, made)
     emit(arguments, _data(made, arguments.operator), made.explain(arguments.operator))
     return 3 if made.in_tree and not made.policy.in_tree else 0
+
+
+def _layouts(arguments: argparse.Namespace) -> tuple[str, ...]:
+    if arguments.layouts:
+        return tuple(arguments.layouts.split(","))
+    return CACHE_FORMATS.get(arguments.kv_format or arguments.dtype, PAGE_MAPS)[:1]
 
 
 def _data(made: Plan, operator: str | None) -> dict[str, Any]:

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.screen import Candidate
+from m3hal.layouts import CACHE_FORMATS, PAGE_MAPS
 from m3hal.ops import Operator
 
 #: An operator and its accepted implementations, preferred first.
 Row = tuple[Operator, list[Candidate]]
+
+
+def holding(kv_format: str, offered: Sequence[str]) -> tuple[str, ...]:
+    """The offered layouts that can hold a format; a private layout, which only its vendor knows, can hold any.
+
+    Raises M3halError when none can.
+    """
+    fitting = CACHE_FORMATS.get(kv_format, PAGE_MAPS)
+    found = tuple(layout for layout in offered if layout in fitting or layout not in PAGE_MAPS)
+    if not found:
+        raise M3halError(
+            f"a cache of format {kv_format!r} lies in pages of layout {' or '.join(fitting)}; "
+            f"the engine allocates {', '.join(offered) or 'none'}."
+        )
+    return found
 
 
 def choose(rows: Sequence[Row], allowed: Sequence[str]) -> tuple[str, str]:

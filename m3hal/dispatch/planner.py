@@ -114,7 +114,8 @@ class _Job:
     def _places(self) -> list[tuple[ops.Operator, Site]]:
         """Where the operators that m3hal serves run."""
         own = [operator for name, operator in self.wanted.items() if name not in self.engine]
-        return [(operator, site) for operator in own for site in self.shape.sites() if site.kind in operator.sites]
+        sites = self.shape.sites()
+        return [(operator, site) for operator in own for site in sites if site.kind in operator.sites]
 
     def _held(self) -> list[Choice]:
         return [Choice(name, "", engine=holder, reason=f"{holder} holds it") for name, holder in self.engine.items()]
@@ -156,7 +157,8 @@ class _Job:
                 if kind == site.kind and ops.load(name).group == "cache"
             ]
             if group:
-                layouts[site.kind], reasons[site.kind] = layout.choose(group, self.cache_layouts)
+                allowed = layout.holding(site.kv_format, self.cache_layouts)
+                layouts[site.kind], reasons[site.kind] = layout.choose(group, allowed)
         return layouts, reasons
 
     def _core(self, operator: str, site: str, row: Row) -> Choice:

@@ -1,10 +1,11 @@
 """KV-cache page maps as descriptors."""
 
-from m3hal.layouts.paged import CACHE_FORMATS, KVLayout, LayoutKind, PagedCache
+from m3hal.layouts.paged import CACHE_FORMATS, PAGE_MAPS, KVLayout, LayoutKind, PagedCache
 from m3hal.layouts.transfer import BlockRow, PagedRows, convert, pack, unpack
 
 __all__ = [
     "CACHE_FORMATS",
+    "PAGE_MAPS",
     "BlockRow",
     "KVLayout",
     "LayoutKind",

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from m3hal._lazy import torch
 from m3hal.formats import PLAIN_FORMATS, QSpec, plain_dtype, spec_of
 
 LayoutKind = Literal["hnd", "nhd", "msa_slot", "planar"]
+PAGE_MAPS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 
 #: the formats that caches hold, and the page maps of each. mxfp4 is for index keys only.
 CACHE_FORMATS: Mapping[str, tuple[LayoutKind, ...]] = {

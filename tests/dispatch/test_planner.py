@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,14 +234,23 @@ def test_the_in_tree_model_can_be_asked_for(toy: Any, make: Callable[..., Any]) 
 
 
 def test_formats_that_the_definitions_lack_are_refused_by_name(make: Callable[..., Any], shape: ModelShape) -> None:
-    """An NVFP4 cache on the reference is an error before anything is built."""
-    from dataclasses import replace
-
-    with pytest.raises(M3halError, match="kv_format is 'nvfp4'; it takes 'float32', 'bfloat16'"):
-        make({"backend": "reference"}, shape=replace(shape, kv_format="nvfp4"))
-    made = make(shape=replace(shape, kv_format="nvfp4"))
+    """An unknown weight format on the reference is an error before anything is built, and auto steps aside."""
+    odd = replace(shape, weight_format="int3")
+    with pytest.raises(M3halError, match="weight_format is 'int3'; it takes 'float32', 'bfloat16'"):
+        make({"backend": "reference"}, shape=odd)
+    made = make(shape=odd)
     assert made.in_tree
-    assert "kv_format is 'nvfp4'" in made.reason
+    assert "weight_format is 'int3'" in made.reason
+
+
+def test_cache_format_and_page_map_must_fit(make: Callable[..., Any], shape: ModelShape) -> None:
+    """NVFP4 pages are not hnd; an engine that allocates nothing else is told what would do."""
+    nvfp4 = replace(shape, kv_format="nvfp4", index_format="nvfp4")
+    with pytest.raises(
+        M3halError, match="'nvfp4' lies in pages of layout msa_slot or planar; the engine allocates hnd"
+    ):
+        make({"backend": "reference"}, shape=nvfp4)
+    assert make({"backend": "reference"}, shape=nvfp4, cache_layouts=("hnd", "planar")).layout("kv_write") == "planar"
 
 
 def test_plan_is_deterministic_and_frozen(toy: Any, make: Callable[..., Any]) -> None:
