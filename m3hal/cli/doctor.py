@@ -93,7 +93,13 @@ def _distribution_problems() -> Iterator[str]:
     places: dict[str, list[importlib.metadata.Distribution]] = {}
     for distribution in importlib.metadata.distributions():
         name = normalized(distribution.metadata["Name"] or "")
-        if name.startswith("m3hal") or any(entry.group == GROUP for entry in distribution.entry_points):
+        try:
+            concerned = any(entry.group == GROUP for entry in distribution.entry_points)
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            yield f"{name} in {distribution.locate_file('')} has an unreadable entry_points.txt ({told}); reinstall it"
+            continue
+        if name.startswith("m3hal") or concerned:
             places.setdefault(name, []).append(distribution)
     for name, (first, *hidden) in places.items():
         for other in hidden:

@@ -135,9 +135,11 @@ class _Job:
         order = self.policy.order_for(operator.name)
         ranked = [candidate for name in order for candidate in pool if candidate.is_from(name)] if order else pool
         accelerated = devices.kind(self.device) != "cpu"
-        # What nobody named must have run on hardware to serve an accelerator, and the reference never serves one.
+        # What nobody named must have run on hardware to serve an accelerator.
         least = self.policy.min_level or ("hardware" if accelerated and not order else None)
-        demands = Demands(self.policy.require, least, definition_allowed=bool(order) or not accelerated)
+        # A pinned plan names every implementation, whatever its policy was.
+        by_name = bool(order) or self.pins is not None
+        demands = Demands(self.policy.require, least, by_name, accelerated)
         return [(c, self._pinned(c, site) or screen(c, operator, site, demands)) for c in ranked]
 
     def _pinned(self, candidate: Candidate, site: Site) -> Verdict | None:

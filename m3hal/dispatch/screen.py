@@ -34,6 +34,7 @@ class Candidate:
     impl: Impl
     impl_id: str
     level: str
+    priority: int
 
     @property
     def label(self) -> str:
@@ -51,11 +52,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Demands:
-    """What is asked of every implementation. require: (trait, value). definition_allowed: may the reference serve?"""
+    """What is asked of an implementation.
+
+    require: (trait, value). by_name: the policy names its backend, rather than leaving the choice to ``auto``.
+    accelerated: the device is none that the reference serves unasked.
+    """
 
     require: tuple[tuple[str, str], ...]
     min_level: str | None
-    definition_allowed: bool
+    by_name: bool
+    accelerated: bool
 
 
 def screen_backend(found: Found, device: str, present: bool) -> Found:
@@ -148,11 +154,13 @@ def _candidate(found: Found, operator: ops.Operator, impl: Impl, levels: Mapping
     except MissingFileError as error:
         return str(error)
     level = levels.get(identity, LEVELS[0])
-    return Candidate(operator.name, found.name, found.distribution, found.version, impl, identity, level)
+    assert found.manifest is not None
+    priority = found.manifest.priority
+    return Candidate(operator.name, found.name, found.distribution, found.version, impl, identity, level, priority)
 
 
 def screen(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> Verdict:
-    """One implementation at one site: limits, ladder, predicate, traits, level."""
+    """One implementation at one site: policy, limits with the ladder, predicate, traits, level."""
     for stage, check in _STAGES:
         reason = check(candidate, operator, site, demands)
         if reason:
@@ -186,11 +194,20 @@ def _traits(candidate: Candidate, operator: ops.Operator, site: Site, demands: D
     return None
 
 
+def _unasked(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
+    """What ``auto`` never takes."""
+    if demands.by_name:
+        return None
+    if candidate.priority < 0:
+        return "its priority is negative: it serves only when asked for by name"
+    if candidate.backend == REFERENCE and demands.accelerated:
+        return "the reference serves an accelerator only when asked for by name"
+    return None
+
+
 def _level(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
     least = demands.min_level
-    if candidate.backend == REFERENCE:
-        return None if demands.definition_allowed else "the reference serves an accelerator only when asked for by name"
-    if least is None:
+    if least is None or candidate.backend == REFERENCE:  # it is what the levels are measured against
         return None
     if LEVELS.index(candidate.level) < LEVELS.index(least):
         return f"it is proved to the level {candidate.level!r}; the policy asks for {least!r}"
@@ -199,6 +216,7 @@ def _level(candidate: Candidate, operator: ops.Operator, site: Site, demands: De
 
 _Check = Callable[[Candidate, ops.Operator, Site, Demands], "str | None"]
 _STAGES: tuple[tuple[Stage, _Check], ...] = (
+    ("policy", _unasked),
     ("limits", _limits),
     ("predicate", _predicate),
     ("traits", _traits),

@@ -24,6 +24,8 @@ def test_negative_priority_serves_only_when_named(environment: Any) -> None:
         "print(json.dumps([servers(made())['rms_norm'], servers(made({'backend': 'acme,reference'}))['rms_norm']]))"
     )
     assert got == ["reference", "acme"]
+    reasons = environment.run("print(json.dumps([str(v) for v in made().choice('rms_norm', 'moe').verdicts]))")
+    assert "acme: rejected at policy: its priority is negative: it serves only when asked for by name" in reasons
 
 
 def test_override_disables_the_fused_forms_that_cover_it(environment: Any) -> None:

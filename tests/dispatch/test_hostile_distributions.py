@@ -179,3 +179,17 @@ def test_lies_cost_the_implementation_that_tells_them(environment: Any) -> None:
     assert "must be tuples" in faults["quantize"]
     assert "names the phase 'warmup'" in faults["dequantize"]
     assert "it is a str, not a m3hal.Impl" in faults["rope_partial"]
+
+
+def test_unreadable_metadata_of_a_stranger(environment: Any) -> None:
+    """A package with a broken entry_points.txt takes nobody down; doctor names it."""
+    environment.install("acme")
+    info = environment.folder / "stranger-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[console_scripts]\nthis is no entry point\n")
+    assert environment.run("print(json.dumps(servers(made())['rms_norm']))") == "acme"
+    done = environment.python("-m", "m3hal", "doctor")
+    assert done.returncode == 1
+    assert "stranger" in done.stdout
+    assert "unreadable entry_points.txt" in done.stdout
