@@ -19,7 +19,8 @@ from m3hal.dispatch.discovery import GROUP, Found, discover
 from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.identity import MissingFileError, module_hash
 from m3hal.dispatch.manifest import API_VERSION
-from m3hal.dispatch.policy import Policy, normalized
+from m3hal.dispatch.names import normalized
+from m3hal.dispatch.policy import Policy
 from m3hal.dispatch.screen import candidates, screen_backend
 
 HELP = "what is wrong with this installation"

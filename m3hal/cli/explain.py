@@ -21,8 +21,8 @@ from m3hal._published import as_published
 from m3hal.cli.output import emit
 from m3hal.dispatch import Plan, Policy, devices, pin, plan
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
+from m3hal.dispatch.names import LEVELS
 from m3hal.dispatch.planner import VLLM_HOLDS
-from m3hal.dispatch.policy import LEVELS
 from m3hal.layouts import CACHE_FORMATS, PAGE_MAPS
 from m3hal.shape import MINIMAX_M3, ModelShape
 

@@ -15,9 +15,10 @@ from m3hal.dispatch.manifest import (
     multiple_of,
     one_of,
 )
+from m3hal.dispatch.names import LEVELS
 from m3hal.dispatch.planner import VLLM_HOLDS, plan
 from m3hal.dispatch.plans import Choice, Plan
-from m3hal.dispatch.policy import LEVELS, Policy
+from m3hal.dispatch.policy import Policy
 from m3hal.dispatch.verdict import STAGES, Verdict
 
 __all__ = [

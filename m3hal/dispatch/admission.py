@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from m3hal import ops
 from m3hal.dispatch.discovery import Found
 from m3hal.dispatch.errors import ConfigurationError, UnsupportedError, did_you_mean
-from m3hal.dispatch.policy import LEVELS, RESERVED, BackendName, Policy
+from m3hal.dispatch.names import LEVELS, RESERVED, BackendName
+from m3hal.dispatch.policy import Policy
 
 #: backends that a pip extra of the core installs
 _EXTRAS = ("nvidia", "amd", "gaudi", "triton")

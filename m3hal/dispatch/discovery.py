@@ -22,7 +22,7 @@ from typing import Any
 from m3hal.dispatch.check import problem_of
 from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.manifest import Manifest
-from m3hal.dispatch.policy import RESERVED, normalized
+from m3hal.dispatch.names import RESERVED, normalized
 from m3hal.dispatch.verdict import Stage, Verdict
 
 GROUP = "m3hal.backends"

@@ -18,7 +18,7 @@ from m3hal.dispatch.check import gap_in_ladder, problem_of_impl, unknown_operato
 from m3hal.dispatch.discovery import REFERENCE, Found
 from m3hal.dispatch.identity import MissingFileError, impl_id
 from m3hal.dispatch.manifest import API_VERSION, Impl
-from m3hal.dispatch.policy import LEVELS, BackendName
+from m3hal.dispatch.names import LEVELS, BackendName
 from m3hal.dispatch.verdict import Stage, Verdict
 from m3hal.shape import Site
 

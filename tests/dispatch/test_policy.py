@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from m3hal.dispatch.errors import ConfigurationError
-from m3hal.dispatch.policy import BackendName, Policy
+from m3hal.dispatch.names import BackendName
+from m3hal.dispatch.policy import Policy
 
 
 def resolve(api: Any = None, engine: Any = None, **environ: str) -> Policy:

@@ -1,0 +1,196 @@
+"""The configuration's schema, and the file and the environment that carry it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from m3hal.dispatch.errors import ConfigurationError, did_you_mean
+from m3hal.dispatch.names import LEVELS, RESERVED, BackendName, Order
+from m3hal.ops import NAMES
+
+#: A carrier's name, as reasons tell it, and its keys.
+Carrier = tuple[str, dict[str, Any]]
+
+#: The carrier of what nobody set.
+DEFAULT = "the default"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from; ``over`` are the carriers whose value it hides."""
+
+    value: Any
+    carrier: str
+    over: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nobody set it."""
+        return self.carrier == DEFAULT
+
+    def __str__(self) -> str:
+        hidden = "".join(f", over {value!r} from {carrier}" for carrier, value in self.over)
+        return f"{self.value!r} ({'' if self.is_default else 'from '}{self.carrier}{hidden})"
+
+
+def flattened(values: Mapping[str, Any], carrier: str) -> dict[str, Any]:
+    """``operators`` becomes one key per operator, so that each keeps its own origin; unknown keys are refused."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if key == "m3hal":
+            raise ConfigurationError(
+                f"{carrier} has the key 'm3hal' inside m3hal's own configuration; put its keys one level up."
+            )
+        if key == "operators":
+            if not isinstance(value, Mapping):
+                raise ConfigurationError(f"'operators' from {carrier} must map operators to backends; got {value!r}.")
+            for operator, order in value.items():
+                if operator not in NAMES:
+                    raise ConfigurationError(
+                        f"{operator!r} in 'operators' from {carrier} is no operator.{did_you_mean(operator, NAMES)}"
+                    )
+                flat[f"operators.{operator}"] = order
+        elif key == "backend" or key in _KEYS:
+            if value is not None:
+                flat[key] = value
+        else:
+            known = ["backend", "operators", *_KEYS]
+            raise ConfigurationError(
+                f"{key!r} from {carrier} is no key of m3hal's configuration.{did_you_mean(str(key), known)}"
+            )
+    return flat
+
+
+def from_file(environ: Mapping[str, str]) -> list[Carrier]:
+    """What ``M3HAL_CONFIG`` names; nothing when it is unset."""
+    path = environ.get("M3HAL_CONFIG")
+    if not path:
+        return []
+    carrier = f"the file {path} (M3HAL_CONFIG)"
+    try:
+        text = Path(path).read_text()
+        if path.endswith(".toml"):
+            import tomllib
+
+            values = tomllib.loads(text)
+        else:
+            values = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{carrier} can't be read as {'TOML' if path.endswith('.toml') else 'JSON'}: {error}."
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigurationError(f'{carrier} must hold an object whose keys are m3hal\'s, e.g. {{"backend": "auto"}}.')
+    return [(carrier, values)]
+
+
+def from_environment(environ: Mapping[str, str]) -> list[Carrier]:
+    """Each variable is a carrier of its own, so that its name shows as the origin."""
+    known = {f"M3HAL_{key.upper()}": key for key in ("backend", "operators", *_KEYS)}
+    carriers: list[Carrier] = []
+    for variable in sorted(name for name in environ if name.startswith("M3HAL_") and name != "M3HAL_CONFIG"):
+        if variable not in known:
+            hint = did_you_mean(variable, [*known, "M3HAL_CONFIG"])
+            raise ConfigurationError(f"the environment variable {variable} means nothing to m3hal.{hint}")
+        if environ[variable]:
+            key, text = known[variable], environ[variable]
+            carriers.append((variable, {key: _operators(text, variable) if key == "operators" else text}))
+    return carriers
+
+
+def _operators(text: str, variable: str) -> Mapping[str, Any]:
+    """``rms_norm=acme;moe_experts=acme,reference``, or a JSON object."""
+    if text.lstrip().startswith("{"):
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigurationError(f"{variable} can't be read as JSON: {error}.") from error
+        return dict(values)
+    pairs = [part.partition("=") for part in text.split(";") if part.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise ConfigurationError(f"{variable} must read 'operator=backend;operator=backend'; got {text!r}.")
+    return {operator.strip(): order.strip() for operator, _, order in pairs}
+
+
+def fields_of(origins: Mapping[str, Origin]) -> dict[str, Any]:
+    """The Policy fields that the flattened values mean."""
+    fields: dict[str, Any] = {"overrides": {}}
+    for key, origin in origins.items():
+        where = f"{key!r} from {origin.carrier}"
+        if key.startswith("operators."):
+            order = _order(origin.value, where)
+            if not order or order[0].name == "vllm":
+                raise ConfigurationError(
+                    f"{where} must name backends, e.g. 'acme' or 'acme,reference'; got {origin.value!r}."
+                )
+            fields["overrides"][key.removeprefix("operators.")] = order
+        elif key == "backend":
+            order = _order(origin.value, where)
+            fields["in_tree"] = bool(order) and order[0].name == "vllm"
+            fields["order"] = () if fields["in_tree"] else order
+        else:
+            name, read = _KEYS[key]
+            fields[name] = read(origin.value, where)
+    return fields
+
+
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    """A list of strings, or one string with commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+        raise ConfigurationError(f"{where} must be a string or a list of strings; got {value!r}.")
+    return tuple(dict.fromkeys(stripped for part in parts if (stripped := part.strip())))
+
+
+def _backend_name(text: str) -> BackendName:
+    distribution, colon, name = text.rpartition(":")
+    return BackendName(name.strip(), distribution.strip() if colon else "")
+
+
+def _order(value: Any, where: str) -> Order:
+    """Empty for ``auto``. ``auto`` and ``vllm`` stand alone: a list permits exactly the fallbacks it names."""
+    names = _names(value, where)
+    if not names:
+        raise ConfigurationError(f"{where} names no backend; write 'auto', a name, or names with commas.")
+    reserved = [name for name in names if name in RESERVED]
+    if reserved and len(names) > 1:
+        raise ConfigurationError(f"{where} mixes {reserved[0]!r} with backend names; {reserved[0]!r} stands alone.")
+    return () if names == ("auto",) else tuple(map(_backend_name, names))
+
+
+def _deny(value: Any, where: str) -> tuple[BackendName, ...]:
+    return tuple(map(_backend_name, _names(value, where)))
+
+
+def _require(value: Any, where: str) -> tuple[tuple[str, str], ...]:
+    """``batch_invariant`` means ``batch_invariant=yes``. Names are checked against the operators when planning."""
+    pairs = (text.partition("=") for text in _names(value, where))
+    return tuple((name.strip(), wanted.strip() or "yes") for name, _, wanted in pairs)
+
+
+def _level(value: Any, where: str) -> str:
+    if value not in LEVELS:
+        raise ConfigurationError(
+            f"{where} must be one of {', '.join(LEVELS)}; got {value!r}.{did_you_mean(str(value), LEVELS)}"
+        )
+    return str(value)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigurationError(f"{where} must be a string; got {value!r}.")
+    return value
+
+
+#: key -> (field of Policy, reader)
+_KEYS: Mapping[str, tuple[str, Callable[[Any, str], Any]]] = {
+    "require": ("require", _require),
+    "min_level": ("min_level", _level),
+    "deny": ("deny", _deny),
+    "plan": ("pinned", _text),
+    "fingerprint": ("fingerprint", _text),
+}
