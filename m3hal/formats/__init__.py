@@ -1,6 +1,6 @@
 """Number formats: bit-exact codecs, and the block formats made of them."""
 
-from m3hal.formats.convert import dequantize, quantize
+from m3hal.formats.convert import Product, dequantize, quantize
 from m3hal.formats.plain import FORMATS, PLAIN_FORMATS, ROW, Format, QSpec, QTensor, plain_dtype, spec_of
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "PLAIN_FORMATS",
     "ROW",
     "Format",
+    "Product",
     "QSpec",
     "QTensor",
     "dequantize",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from m3hal._lazy import torch
 from m3hal.formats import e2m1, e4m3, e8m0, fp8, mxfp4, mxfp8, nvfp4
@@ -17,6 +17,9 @@ _DECODE: Mapping[str, Callable[[QTensor], torch.Tensor]] = {
     "mxfp4": lambda q: e2m1.decode_packed(q.data),
     "nvfp4": lambda q: e2m1.decode_packed(q.data),
 }
+#: ``e4m3``: rounded to E4M3, as tensor cores for FP8 take it. ``e4m3_shift3``: with the scale first divided by 8 (and
+#: rounded to E4M3 itself), so that no product exceeds 448; multiplied by 8 afterwards.
+Product = Literal["exact", "e4m3", "e4m3_shift3"]
 _NO_TRAITS: Mapping[str, Any] = {}
 
 
@@ -47,8 +50,10 @@ def quantize(
     return mxfp4.quantize(x, "even" if rule == "own" else rule)
 
 
-def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def dequantize(q: QTensor, dtype: torch.dtype | None = None, product: Product = "exact") -> torch.Tensor:
     """The numbers of ``q``, in fp32 unless told otherwise.
+
+    product: what becomes of ``code * scale`` of a block format, see :data:`Product`.
 
     Computed in fp32, or in fp64 when dtype is float64, and rounded once. ``code * scale`` is exact in fp32, unless it
     leaves fp32's range; the product with the global scale is rounded.
@@ -58,12 +63,19 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     numbers = _DECODE[q.spec.format](q).to(compute)
     if q.scale is not None:
-        scale = _scales(q).to(compute)
-        groups = grouped(numbers, numbers.shape[-1] // scale.shape[-1])
-        numbers = (groups * scale[..., None]).flatten(-2)
+        numbers = _scaled(numbers, _scales(q).to(compute), product)
     if q.global_scale is not None:
         numbers = numbers * q.global_scale.to(compute)
     return numbers.to(dtype or compute)
+
+
+def _scaled(codes: torch.Tensor, scale: torch.Tensor, product: Product) -> torch.Tensor:
+    groups = grouped(codes, codes.shape[-1] // scale.shape[-1])
+    if product == "exact":
+        return (groups * scale[..., None]).flatten(-2)
+    if product == "e4m3":
+        return e4m3.rounded(groups * scale[..., None]).flatten(-2)
+    return (e4m3.rounded(groups * e4m3.rounded(scale / 8)[..., None]) * 8).flatten(-2)
 
 
 def _scales(q: QTensor) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from m3hal._lazy import torch
+from m3hal.formats import e4m3
 from m3hal.ops._operator import Trait
 
 #: what a reference runs with unless told otherwise: nothing is rounded but the outputs
@@ -18,9 +20,13 @@ P_DTYPE = Trait(
     True,
     "what the probabilities exp(score - max) are rounded to before they meet the values; e4m3x448 after times 448",
 )
-Q_DTYPE = Trait("q_dtype", ("given", "e4m3"), False, "what queries are rounded to before they meet the keys")
+Q_DTYPE = Trait("q_dtype", ("given", "e4m3"), True, "what queries are rounded to before they meet the keys")
 KV_DEQUANT_ROUND = Trait(
-    "kv_dequant_round", ("exact", "e4m3"), False, "what code * scale of a quantised cache is rounded to before use"
+    "kv_dequant_round",
+    ("exact", "e4m3", "e4m3_shift3"),
+    True,
+    "what code * scale of an nvfp4 or mxfp4 cache is rounded to before use; e4m3_shift3: with the scale divided by 8, "
+    "so that nothing saturates",
 )
 TOPK_KEY_BITS = Trait("topk_key_bits", ("32", "29", "16"), False, "bits of a score that take part in the ranking")
 NVFP4_QUANTIZER = Trait(
@@ -33,3 +39,8 @@ KV_SCALE_USED = Trait("kv_scale_used", ("yes", "no"), True, "whether an FP8 cach
 DOUBLE_ROUNDING = Trait(
     "double_rounding", ("no", "bfloat16"), True, "what a value is rounded to on its way to a narrower stored format"
 )
+
+
+def as_queries(q: torch.Tensor, compute: torch.dtype, traits: Mapping[str, str]) -> torch.Tensor:
+    """Queries in the dtype of the computation, rounded as ``q_dtype`` says."""
+    return e4m3.rounded(q.to(compute)) if traits.get("q_dtype") == "e4m3" else q.to(compute)

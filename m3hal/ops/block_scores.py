@@ -8,15 +8,24 @@ Source: transformers ``MiniMaxM3VLIndexer``; MiniMax-AI/MSA.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from m3hal._lazy import torch
 from m3hal.layouts import PagedCache
 from m3hal.ops._batch import SeqMeta
 from m3hal.ops._operator import Numeric, Operator
-from m3hal.ops._traits import BATCH_INVARIANT, KV_DEQUANT_ROUND, MMA_ACCUM, Q_DTYPE
+from m3hal.ops._traits import BATCH_INVARIANT, EXACT, KV_DEQUANT_ROUND, MMA_ACCUM, Q_DTYPE, as_queries
 from m3hal.ops.kv_read import read_sequence
 
 
-def block_scores(index_q: torch.Tensor, index_cache: PagedCache, meta: SeqMeta, *, block_size: int) -> torch.Tensor:
+def block_scores(
+    index_q: torch.Tensor,
+    index_cache: PagedCache,
+    meta: SeqMeta,
+    *,
+    block_size: int,
+    traits: Mapping[str, str] = EXACT,
+) -> torch.Tensor:
     """Scores of T query tokens against the key blocks of their requests.
 
     Args:
@@ -43,11 +52,11 @@ def block_scores(index_q: torch.Tensor, index_cache: PagedCache, meta: SeqMeta, 
             continue
         if seq_len > meta.max_k:
             raise ValueError(f"request {request} has {seq_len} tokens but meta.max_k is {meta.max_k}; raise max_k")
-        (keys,), _ = read_sequence(index_cache, meta.block_table[request], seq_len)  # [S, Di]
+        (keys,), _ = read_sequence(index_cache, meta.block_table[request], seq_len, traits)  # [S, Di]
 
         query_position = torch.arange(seq_len - (last - first), seq_len, device=index_q.device)
         future = torch.arange(seq_len, device=index_q.device) > query_position[:, None]
-        dots = index_q[first:last].to(compute) @ keys.to(compute).T  # [t, Hi, S]
+        dots = as_queries(index_q[first:last], compute, traits) @ keys.to(compute).T  # [t, Hi, S]
         dots = dots.masked_fill(future[:, None], float("-inf"))
 
         seen = -(-seq_len // block_size)

@@ -7,11 +7,15 @@ Source: vLLM ``reshape_and_cache``'s inverse; the layouts of :mod:`m3hal.layouts
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from m3hal._lazy import torch
 from m3hal.formats import dequantize
 from m3hal.layouts import PagedCache
 from m3hal.layouts.stored import Part, stored
 from m3hal.ops._operator import Numeric, Operator
+from m3hal.ops._traits import EXACT
 
 
 def kv_read(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -34,15 +38,19 @@ def kv_read(cache: PagedCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch
     return take("k"), take("v") if cache.layout.has_values else None
 
 
-def read_sequence(cache: PagedCache, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def read_sequence(
+    cache: PagedCache, block_table: torch.Tensor, seq_len: int, traits: Mapping[str, str] = EXACT
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The first ``seq_len`` tokens of one request as k and v [H, S, D]; for the references of other operators.
 
     Follows only the entries of ``block_table`` that hold tokens. An index cache returns its keys twice.
+    traits: may hold ``kv_dequant_round``.
     """
+    product: Any = traits.get("kv_dequant_round", "exact")
     pages = block_table[: -(-seq_len // cache.layout.page_size)].long()
 
     def take(part: Part) -> torch.Tensor:
-        return dequantize(stored(cache, part).take_pages(pages))[:, :seq_len]
+        return dequantize(stored(cache, part).take_pages(pages), product=product)[:, :seq_len]
 
     k = take("k")
     return k, take("v") if cache.layout.has_values else k

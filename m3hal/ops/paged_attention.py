@@ -18,7 +18,7 @@ from m3hal.layouts import PagedCache
 from m3hal.ops._batch import SeqMeta
 from m3hal.ops._operator import Numeric, Operator
 from m3hal.ops._softmax import masked_attention
-from m3hal.ops._traits import BATCH_INVARIANT, EXACT, KV_DEQUANT_ROUND, MMA_ACCUM, P_DTYPE, Q_DTYPE
+from m3hal.ops._traits import BATCH_INVARIANT, EXACT, KV_DEQUANT_ROUND, MMA_ACCUM, P_DTYPE, Q_DTYPE, as_queries
 from m3hal.ops.kv_read import read_sequence
 
 
@@ -58,7 +58,7 @@ def paged_attention(
         first, last = meta.cu_q[request : request + 2].tolist()
         if first == last or seq_len == 0:
             continue
-        k, v = read_sequence(kv, meta.block_table[request], seq_len)  # [Hkv, S, D]
+        k, v = read_sequence(kv, meta.block_table[request], seq_len, traits)  # [Hkv, S, D]
 
         query_position = torch.arange(seq_len - (last - first), seq_len, device=q.device)[:, None]
         key_position = torch.arange(seq_len, device=q.device)
@@ -68,7 +68,7 @@ def paged_attention(
         if window_left >= 0:
             visible &= key_position >= query_position - window_left
 
-        grouped = q[first:last].to(compute).view(last - first, groups, q_heads // groups, dim)
+        grouped = as_queries(q[first:last], compute, traits).view(last - first, groups, q_heads // groups, dim)
         rows, row_lse = masked_attention(grouped, k.to(compute), v.to(compute), visible[:, None], scale, traits)
         out[first:last] = rows.flatten(1, 2).to(q.dtype)
         lse[first:last] = row_lse.flatten(1, 2)

@@ -5,7 +5,7 @@ Source: transformers ``MiniMaxM3VLIndexer``; MiniMax-AI/MSA.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from m3hal._lazy import torch
 from m3hal.layouts import PagedCache
 from m3hal.ops._batch import SeqMeta
 from m3hal.ops._operator import Numeric, Operator
-from m3hal.ops._traits import BATCH_INVARIANT, KV_DEQUANT_ROUND, MMA_ACCUM, Q_DTYPE, TOPK_KEY_BITS
+from m3hal.ops._traits import BATCH_INVARIANT, EXACT, KV_DEQUANT_ROUND, MMA_ACCUM, Q_DTYPE, TOPK_KEY_BITS
 from m3hal.ops.block_scores import block_scores
 from m3hal.ops.topk_blocks import topk_blocks
 
@@ -27,6 +27,7 @@ def select_blocks(
     top_k_blocks: int,
     init_blocks: int,
     local_blocks: int,
+    traits: Mapping[str, str] = EXACT,
 ) -> torch.Tensor:
     """Block ids of T query tokens.
 
@@ -41,7 +42,7 @@ def select_blocks(
         int32 [T, Hi, top_k_blocks], ascending, -1 in the tail; all -1 in a padded request.
     """
     run = compose(
-        block_scores=partial(block_scores, block_size=block_size),
+        block_scores=partial(block_scores, block_size=block_size, traits=traits),
         topk_blocks=partial(topk_blocks, top_k_blocks=top_k_blocks, init_blocks=init_blocks, local_blocks=local_blocks),
         block_size=block_size,
     )
