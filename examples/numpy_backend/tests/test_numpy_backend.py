@@ -56,4 +56,4 @@ def test_plan_takes_it_where_it_can() -> None:
     """It serves all it has in fp32; in bf16 its limit is the reason why the reference serves the norm."""
     assert {choice.operator for choice in PLAN.choices if choice.server == "numpy"} == set(MANIFEST.operators)
     assert PLAN.bind("select_blocks", "sparse_attention").backend == "reference+numpy"
-    assert "numpy rms_norm: rejected at limits: dtype is 'bfloat16'" in make_plan("bfloat16").explain("rms_norm")
+    assert "numpy: rejected at limits: dtype is 'bfloat16'" in make_plan("bfloat16").explain("rms_norm")
