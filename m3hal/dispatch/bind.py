@@ -105,18 +105,21 @@ def _problem_of(kernel: Kernel, candidate: Candidate) -> str | None:
 def _bind_composed(plan: Plan, choice: Choice) -> Bound:
     operator, site = ops.load(choice.operator), plan.site(choice.site)
     parts = {name: plan.bind(name, choice.site) for name in choice.composed}
+    traits: dict[str, str] = {}
     if plan.is_definition(choice):
         from m3hal.reference import bind_definition
 
         kernel = Kernel(bind_definition(operator, site))
     else:
         kernel = compose(operator, site, parts)
-    vocabulary = {trait.name for trait in operator.traits}
+        vocabulary = {trait.name for trait in operator.traits}
+        declared = [pair for part in parts.values() for pair in part.traits.items()]
+        traits = {**operator.composed_traits, **{name: value for name, value in declared if name in vocabulary}}
     return Bound(
         operator=operator.name,
         site=site,
         backend="+".join(dict.fromkeys(part.backend for part in parts.values())),
         impl_id=plan.impl_id(choice),
-        traits={k: v for part in parts.values() for k, v in part.traits.items() if k in vocabulary},
+        traits=traits,
         **{name: getattr(kernel, name) for name in _KERNEL},
     )

@@ -50,6 +50,7 @@ class Operator:
     compose: for fused operators: takes the callables of the core operators it ``covers``, by name, each bound to its
         static values, plus this operator's own static values; returns a callable of the positional parameters.
         ``reference`` is then ``compose`` over the references.
+    composed_traits: what a composition declares beside its parts' traits, because parts round between themselves.
     sites: where in the model it runs. group: operators that share bytes and are chosen together.
     source: where the definition comes from.
     """
@@ -66,6 +67,7 @@ class Operator:
     group: Literal["cache", "weight", None] = None
     covers: tuple[str, ...] = ()
     compose: Callable[..., Callable[..., Any]] | None = field(default=None)
+    composed_traits: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

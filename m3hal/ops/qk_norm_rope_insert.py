@@ -155,5 +155,6 @@ OPERATOR = Operator(
     ),
     covers=("rms_norm", "rope_partial", "kv_write"),
     compose=compose,
+    composed_traits={"norm_rope_round": "bfloat16"},
     source="vLLM fused_minimax_m3_qknorm_rope_kv_insert; transformers minimax_m3_vl",
 )

@@ -135,3 +135,11 @@ def test_identity_of_a_composition_follows_its_parts(toy: Any, make: Any, shape:
     ids = {p.impl_id(p.choice("select_blocks", "sparse_attention")) for p in (made, reference)}
     assert len(ids) == 2
     assert reference.bind("select_blocks", "sparse_attention").impl_id in ids
+
+
+def test_composition_declares_that_its_parts_round(toy: Any, make: Any, shape: ModelShape) -> None:
+    """The traits of its parts that the fused operator knows, and its own; the definition declares nothing."""
+    toy("acme", rms_norm=lambda site: print)
+    composed = make().bind("qk_norm_rope_insert", "dense_attention")
+    assert composed.traits == {"norm_rope_round": "bfloat16"}
+    assert make_reference(shape).bind("qk_norm_rope_insert", "dense_attention").traits == {}
