@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from m3hal import __version__
-from m3hal.cli import backends, capacity, devices, doctor, explain, operators
+from m3hal.cli import backends, capacity, convert, devices, doctor, explain, operators, validate
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError
 
 PASS, FAIL, USAGE, UNSUPPORTED = 0, 1, 2, 3
@@ -27,6 +27,8 @@ COMMANDS: dict[str, ModuleType] = {
     "explain": explain,
     "capacity": capacity,
     "doctor": doctor,
+    "convert": convert,
+    "validate": validate,
 }
 
 

@@ -52,40 +52,62 @@ def row_tops(codes: Bytes, scales: Bytes) -> Ints:
     return highest
 
 
-def encode(codes: Bytes, scales: Bytes, profile: Profile) -> tuple[Bytes, npt.NDArray[np.float32]]:
-    """E4M3 bytes [rows, K] and scales float32 [rows, 1]. The rows must have passed scan."""
-    rows, blocks = scales.shape
-    table, out = _encoding(profile), np.empty((rows, blocks, BLOCK // 2), np.uint16)
-    exponents = row_tops(codes, scales) - np.int16(profile.top)
-    exponents[exponents < NO_ELEMENT // 2] = 127  # an all-zero row gets the scale 1.0
-    for tile, index in _tiles(codes, scales, exponents):
-        np.take(table, index, out=out[tile], mode="clip")
-    weight_scale = (exponents.astype(np.uint32) << np.uint32(23)).view(np.float32)
-    return out.view(np.uint8).reshape(rows, blocks * BLOCK), weight_scale[:, None]
+class Encoder:
+    """Encodes rows of one width, a few at a time. It owns the memory it works in: one per thread.
 
-
-def equal(codes: Bytes, scales: Bytes, fp8: Bytes, weight_scale: npt.NDArray[np.float32], profile: Profile) -> bool:
-    """Whether the E4M3 row says the same numbers as the MXFP4 row; decoded from the written bytes, in integers.
-
-    Every number is taken apart into sign, exponent and a 4-bit significand, relative to the row's scale; equal triples
-    are equal numbers.
+    Fresh arrays for every chunk would cost more in page faults than the arithmetic takes.
     """
-    bits = weight_scale.view(np.uint32)[:, 0]
-    if np.any(bits & np.uint32(0x807FFFFF)) or np.any(bits == 0):
-        return False
-    exponents = (bits >> np.uint32(23)).astype(np.int16)
-    source, target = _source_triples(), _target_triples(profile.ieee)
-    pairs = fp8.view(np.uint16).reshape(*scales.shape, BLOCK // 2)
-    buffers = None
-    for tile, index in _tiles(codes, scales, exponents):
-        if buffers is None:
-            buffers = np.empty(index.shape, np.uint32), np.empty(index.shape, np.uint32)
-        want, got = (buffer[: len(index)] for buffer in buffers)
-        np.take(source, index, out=want, mode="clip")
-        np.take(target, pairs[tile], out=got, mode="clip")
-        if not np.array_equal(want, got):
+
+    def __init__(self, profile: Profile, blocks: int, rows: int) -> None:
+        self._profile = profile
+        self._out = np.empty((rows, blocks, BLOCK // 2), np.uint16)
+        tile = (max(1, min(rows, _TILE // (blocks * BLOCK))), blocks, BLOCK // 2)
+        self._index = np.empty(tile, np.intp)
+        self._want, self._got = np.empty(tile, np.uint32), np.empty(tile, np.uint32)
+
+    def encode(self, codes: Bytes, scales: Bytes) -> tuple[Bytes, npt.NDArray[np.float32]]:
+        """E4M3 bytes [rows, K], valid until the next call, and scales float32 [rows, 1].
+
+        The rows must be ones that the profile holds, as ``scan`` finds out.
+        """
+        table, out = _encoding(self._profile), self._out[: len(codes)]
+        exponents = row_tops(codes, scales) - np.int16(self._profile.top)
+        exponents[exponents < NO_ELEMENT // 2] = 127  # an all-zero row gets the scale 1.0
+        for tile, index in self._tiles(codes, scales, exponents):
+            np.take(table, index, out=out[tile], mode="clip")
+        weight_scale = (exponents.astype(np.uint32) << np.uint32(23)).view(np.float32)
+        return out.view(np.uint8).reshape(len(codes), -1), weight_scale[:, None]
+
+    def equal(self, codes: Bytes, scales: Bytes, fp8: Bytes, weight_scale: npt.NDArray[np.float32]) -> bool:
+        """Whether E4M3 rows say the same numbers as MXFP4 rows; decoded from the written bytes, in integers.
+
+        Every number is taken apart into sign, exponent and a 4-bit significand, relative to the row's scale; equal
+        triples are equal numbers.
+        """
+        bits = weight_scale.view(np.uint32)[:, 0]
+        if np.any(bits & np.uint32(0x807FFFFF)) or np.any(bits == 0):
             return False
-    return True
+        exponents = (bits >> np.uint32(23)).astype(np.int16)
+        source, target = _source_triples(), _target_triples(self._profile.ieee)
+        pairs = fp8.view(np.uint16).reshape(*scales.shape, BLOCK // 2)
+        for tile, index in self._tiles(codes, scales, exponents):
+            want, got = self._want[: len(index)], self._got[: len(index)]
+            np.take(source, index, out=want, mode="clip")
+            np.take(target, pairs[tile], out=got, mode="clip")
+            if not np.array_equal(want, got):
+                return False
+        return True
+
+    def _tiles(self, codes: Bytes, scales: Bytes, exponents: Ints) -> Iterator[tuple[slice, npt.NDArray[np.intp]]]:
+        """Rows few enough for the cache, and each code byte's index into a table of pages, the last for misfits."""
+        step = len(self._index)
+        for start in range(0, len(codes), step):
+            tile = slice(start, min(start + step, len(codes)))
+            page = scales[tile].astype(np.intp) - (exponents[tile, None].astype(np.intp) + _FIRST)
+            page[(page < 0) | (page >= _PAGES)] = _PAGES
+            page <<= 8
+            index = self._index[: len(page)]
+            yield tile, np.add(page[..., None], codes[tile].reshape(index.shape), out=index)
 
 
 def to_bf16(codes: Bytes, scales: Bytes) -> Bytes:
@@ -112,20 +134,6 @@ def magnitude_exponents(codes: Bytes) -> npt.NDArray[np.int16]:
 
 def _each(nibble: int) -> np.uint64:
     return np.uint64(nibble * 0x1111111111111111)
-
-
-def _tiles(codes: Bytes, scales: Bytes, exponents: Ints) -> Iterator[tuple[slice, npt.NDArray[np.intp]]]:
-    """Rows few enough for the cache, and each code byte's index into a table of pages; one buffer serves all tiles."""
-    rows, blocks = scales.shape
-    step = max(1, min(rows, _TILE // (blocks * BLOCK)))
-    buffer = np.empty((step, blocks, BLOCK // 2), np.intp)
-    for start in range(0, rows, step):
-        tile = slice(start, min(start + step, rows))
-        page = scales[tile].astype(np.intp) - (exponents[tile, None].astype(np.intp) + _FIRST)
-        page[(page < 0) | (page >= _PAGES)] = _PAGES
-        page <<= 8
-        index = buffer[: len(page)]
-        yield tile, np.add(page[..., None], codes[tile].reshape(index.shape), out=index)
 
 
 def _pairs(single: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:

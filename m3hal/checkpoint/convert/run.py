@@ -111,13 +111,18 @@ def other_files(folder: Path) -> list[Path]:
 
 def require_room(paths: Paths, needed: int) -> None:
     """Raises ConversionError when the target's disk has less free."""
-    existing = next(parent for parent in paths.target.parents if parent.exists())
+    existing = nearest_folder(paths.target)
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ConversionError(
             f"the conversion needs {needed / 1e9:.3g} GB more in {existing}, which has {free / 1e9:.3g} GB free; make "
             "room or name a folder on another disk"
         )
+
+
+def nearest_folder(path: Path) -> Path:
+    """The nearest folder above a path that is already there."""
+    return next(parent for parent in path.parents if parent.exists())
 
 
 def _is_complete(paths: Paths, resume: bool) -> bool:

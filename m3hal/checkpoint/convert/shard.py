@@ -16,7 +16,7 @@ from m3hal.checkpoint.convert.plan import Shard
 from m3hal.checkpoint.convert.profiles import Profile
 from m3hal.checkpoint.convert.quark import BLOCK, Located, Quantised
 
-_CHUNK = 4 << 20  # bytes read at once
+_CHUNK = 1 << 19  # bytes read at once
 _BF16_FIELDS = (1, 254)  # exponent fields of BF16's normal numbers
 
 #: called with the number of bytes written since the last call
@@ -131,18 +131,8 @@ def _write(
     progress(output.write(0, shard.head))
     used = np.zeros(256, np.intp)
     for matrix in shard.matrices:
-        scales = read_scales(sources, matrix)
-        step = max(1, _CHUNK // (matrix.columns // 2))
-        row_scales = []
-        for first in range(0, matrix.rows, step):
-            codes = _read_rows(sources, matrix, first, min(step, matrix.rows - first))
-            here = scales[first : first + step]
-            data, weight_scale = _convert(matrix, profile, codes, here, first)
-            width = data.shape[1]
-            progress(output.write(shard.starts[matrix.module + ".weight"] + first * width, data))
-            row_scales.append(weight_scale)
+        column = _write_matrix(sources, matrix, profile, output, shard.starts[matrix.module + ".weight"], progress)
         if matrix.routed:
-            column = np.concatenate(row_scales)
             used += np.bincount(column.view(np.uint32)[:, 0] >> np.uint32(23), minlength=256)
             progress(output.write(shard.starts[matrix.module + ".weight_scale"], column))
     for tensor in shard.copies:
@@ -152,23 +142,29 @@ def _write(
     return used
 
 
-def _read_rows(sources: Sources, matrix: Quantised, first: int, count: int) -> exact.Bytes:
-    width = matrix.columns // 2
-    return sources.read(matrix.codes, first * width, count * width).reshape(count, width)
-
-
-def _convert(
-    matrix: Quantised, profile: Profile, codes: exact.Bytes, scales: exact.Bytes, first: int
-) -> tuple[exact.Bytes, npt.NDArray[np.float32]]:
-    if matrix.routed:
-        data, weight_scale = exact.encode(codes, scales, profile)
-        same = exact.equal(codes, scales, data, weight_scale, profile)
-    else:
-        data, weight_scale = exact.to_bf16(codes, scales), np.empty((0, 1), np.float32)
-        same = exact.bf16_equal(codes, scales, data)
-    if not same:
-        raise ConversionError(
-            f"{matrix.module}: rows {first} to {first + len(codes) - 1} decode to other numbers than the source; the "
-            "file changed while it was read, or this machine's memory is faulty, or m3hal is: please report it"
-        )
-    return data, weight_scale
+def _write_matrix(
+    sources: Sources, matrix: Quantised, profile: Profile, output: Output, place: int, progress: Progress
+) -> npt.NDArray[np.float32]:
+    """Writes the weight, a few rows at a time; returns the row scales, [N, 1], or [0, 1] for BF16."""
+    scales, width = read_scales(sources, matrix), matrix.columns // 2
+    step = min(matrix.rows, max(1, _CHUNK // width))
+    buffer, column = np.empty((step, width), np.uint8), []
+    encoder = exact.Encoder(profile, scales.shape[1], step)
+    for first in range(0, matrix.rows, step):
+        here = scales[first : first + step]
+        codes = buffer[: len(here)]
+        sources.read_into(matrix.codes, first * width, codes)
+        if matrix.routed:
+            data, weight_scale = encoder.encode(codes, here)
+            same = encoder.equal(codes, here, data, weight_scale)
+        else:
+            data, weight_scale = exact.to_bf16(codes, here), np.empty((0, 1), np.float32)
+            same = exact.bf16_equal(codes, here, data)
+        if not same:
+            raise ConversionError(
+                f"{matrix.module}: rows {first} to {first + len(codes) - 1} decode to other numbers than the source; "
+                "the file changed while it was read, or this machine's memory is faulty, or m3hal is: please report it"
+            )
+        progress(output.write(place + first * data.shape[1], data))
+        column.append(weight_scale)
+    return np.concatenate(column)
