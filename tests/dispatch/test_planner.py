@@ -126,6 +126,22 @@ def test_limits_are_held_against_the_declared_maximum(toy: Any, make: Callable[.
     assert (verdict.stage, verdict.reason) == ("limits", "max_context is 4096; it takes 1024 or less")
 
 
+def test_refusal_tells_every_backends_reason(toy: Any, make: Callable[..., Any]) -> None:
+    """Two backends reject the operator: both names, both reasons, the operator and its site, in the message and data."""
+    module = toy("acme", route_topk=kernel)
+    path = f"{module.__name__}:route_topk"
+    toy("acme", operators={"route_topk": (Impl(path, limits=(at_most("num_experts", 64),)),)})
+    toy("zeta", operators={"route_topk": (Impl(path, limits=(one_of("dtype", "float32"),)),)})
+    with pytest.raises(M3halError) as caught:
+        make({"backend": "acme,zeta"}, operators=["route_topk"])
+    assert "acme: rejected at limits: num_experts is 128; it takes 64 or less (route_topk at moe)" in str(caught.value)
+    assert "zeta: rejected at limits: dtype is 'bfloat16'; it takes 'float32' (route_topk at moe)" in str(caught.value)
+    assert [(v.backend, v.operator, v.site) for v in caught.value.verdicts] == [
+        ("acme", "route_topk", "moe"),
+        ("zeta", "route_topk", "moe"),
+    ]
+
+
 def test_limit_that_raises_is_a_verdict(toy: Any, make: Callable[..., Any]) -> None:
     """Comparing a number with a text is the manifest's fault, and only costs this implementation."""
     module = toy("acme", rms_norm=kernel)
