@@ -127,7 +127,7 @@ def test_limits_are_held_against_the_declared_maximum(toy: Any, make: Callable[.
 
 
 def test_refusal_tells_every_backends_reason(toy: Any, make: Callable[..., Any]) -> None:
-    """Two backends reject the operator: both names, both reasons, the operator and its site, in the message and data."""
+    """Both backends that reject an operator are told, with their reasons, the operator and its site, as data too."""
     module = toy("acme", route_topk=kernel)
     path = f"{module.__name__}:route_topk"
     toy("acme", operators={"route_topk": (Impl(path, limits=(at_most("num_experts", 64),)),)})
