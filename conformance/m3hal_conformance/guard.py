@@ -74,6 +74,9 @@ class Slab:
 
     def intact(self) -> bool:
         """Whether everything outside the view is still poison."""
+        if self.view.is_contiguous():  # nothing but the two bands lies outside
+            codes, end = bits(self._slab), BAND + self.view.numel()
+            return bool((codes[:BAND] == self._poison).all() and (codes[end:] == self._poison).all())
         inside = torch.zeros(self._slab.shape, dtype=torch.bool, device=self._slab.device)
         inside.as_strided(*self._place).fill_(True)
         return bool((bits(self._slab) == self._poison)[~inside].all())

@@ -1,0 +1,122 @@
+"""Pads inputs to the shapes that a static-shape implementation declares, and takes the padding off its outputs.
+
+Padding follows the contracts: a padded token has slot -1, expert id -1 and sees no blocks; a padded request has length
+0; further pages of a cache belong to nobody and hold NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m3hal.layouts import PagedCache
+from m3hal.ops import Operator, SeqMeta
+from m3hal_conformance.bounds import bits
+from m3hal_conformance.harness import Outcome
+
+Buckets = Mapping[str, tuple[int, ...]]
+
+#: inputs whose first axis is the token, by operator-independent name; the value is what a padded row holds
+_TOKENS: Mapping[str, float] = {
+    "x": 0, "residual": 0, "positions": 0, "k": 0, "v": 0, "slots": -1, "index_slots": -1, "q": 0, "index_q": 0,
+    "visible_blocks": 0, "block_ids": -1, "logits": 0, "weights": 0, "gate_up": 0, "qkv": 0,
+}  # fmt: skip
+
+
+def misfit(operator: Operator, inputs: Mapping[str, Any], buckets: Buckets) -> str | None:
+    """Why inputs do not fit any bucket, as a reason; None when they do."""
+    for name, size in sizes(operator, inputs).items():
+        if name in buckets and size > max(buckets[name]):
+            return f"the case has {size} {name}; the largest declared bucket has {max(buckets[name])}"
+    return None
+
+
+def sizes(operator: Operator, inputs: Mapping[str, Any]) -> dict[str, int]:
+    """tokens, requests, pages and context of inputs, where they have them."""
+    found: dict[str, int] = {}
+    for name, value in inputs.items():
+        if isinstance(value, SeqMeta):
+            found |= {"requests": len(value.seq_lens), "context": value.max_k}
+        elif isinstance(value, PagedCache):
+            found["pages"] = max(found.get("pages", 0), len(value.buf))
+        elif isinstance(value, Tensor) and _is_token_axis(operator, name):
+            found["tokens"] = len(value)
+    return found
+
+
+def padded(operator: Operator, inputs: Mapping[str, Any], buckets: Buckets) -> dict[str, Any]:
+    """The inputs, grown to the smallest buckets that hold them; as they are without buckets."""
+    if not buckets:
+        return dict(inputs)
+    sized = sizes(operator, inputs)
+    target = {name: min(b for b in buckets[name] if b >= size) for name, size in sized.items() if name in buckets}
+    result: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if isinstance(value, SeqMeta):
+            value = _meta(value, target)
+        elif isinstance(value, PagedCache) and "pages" in target:
+            value = replace(value, buf=_rows(value.buf, target["pages"], float("nan")))
+        elif isinstance(value, Tensor) and "tokens" in target and _is_token_axis(operator, name):
+            value = _rows(value, target["tokens"], _TOKENS[_key(operator, name)])
+        result[name] = value
+    return result
+
+
+def trimmed(operator: Operator, outcome: Outcome, inputs: Mapping[str, Any]) -> Outcome:
+    """The outcome without what padding added."""
+    tokens = sizes(operator, inputs).get("tokens")
+    for name, tensor in outcome.outputs.items():
+        cache = inputs.get(name.split(".")[0])
+        wanted = len(cache.buf) if isinstance(cache, PagedCache) else tokens
+        if wanted is not None and len(tensor) > wanted:
+            outcome.outputs[name] = tensor[:wanted]
+            if name in outcome.unwritten:
+                outcome.unwritten[name] = outcome.unwritten[name][:wanted]
+    return outcome
+
+
+def _is_token_axis(operator: Operator, name: str) -> bool:
+    return _key(operator, name) in _TOKENS
+
+
+def _key(operator: Operator, name: str) -> str:
+    if name == "weights" and operator.name != "moe_experts":
+        return ""
+    if name == "ids" and operator.name == "moe_experts":
+        return "slots"  # padded with -1
+    if name == "scores" and operator.name == "topk_blocks":
+        return "x"
+    return name
+
+
+def _rows(tensor: Tensor, count: int, fill: float) -> Tensor:
+    if len(tensor) == count:
+        return tensor
+    grown = torch.empty(count, *tensor.shape[1:], dtype=tensor.dtype)
+    if fill != fill:
+        bits(grown).fill_(-1)
+    else:
+        grown.fill_(fill)
+    bits(grown)[: len(tensor)] = bits(tensor)
+    return grown
+
+
+def _meta(meta: SeqMeta, target: Mapping[str, int]) -> SeqMeta:
+    requests = target.get("requests", len(meta.seq_lens))
+    extra = requests - len(meta.seq_lens)
+    max_k = target.get("context", meta.max_k)
+    width = max(meta.block_table.shape[1], 1)
+    table = meta.block_table
+    if extra:
+        table = torch.cat([table, torch.zeros(extra, width, dtype=table.dtype)])
+    return SeqMeta(
+        cu_q=torch.cat([meta.cu_q, meta.cu_q[-1:].expand(extra)]),
+        seq_lens=torch.cat([meta.seq_lens, torch.zeros(extra, dtype=meta.seq_lens.dtype)]),
+        block_table=table,
+        max_q=meta.max_q,
+        max_k=max_k,
+    )

@@ -1,0 +1,121 @@
+"""Measures the errors that bounds are derived from: ``python -m m3hal_conformance.calibrate``.
+
+Every case of classes R, U1 and S is evaluated by :mod:`m3hal_conformance.legitimate` on several seeds, with no traits
+and with each trait that an evaluation can take. Per operator, output, format and class of inputs the worst error, in
+fp64 against the exact and the declared oracle, goes into ``calibration.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from m3hal import ops
+from m3hal.ops import Operator
+from m3hal_conformance import oracle as oracles
+from m3hal_conformance.case import Case
+from m3hal_conformance.compare import Score, compare
+from m3hal_conformance.harness import Named, cloned, named
+from m3hal_conformance.legitimate import EVALUATIONS
+from m3hal_conformance.oracle import BITWISE
+from m3hal_conformance.suite import all_cases
+from m3hal_conformance.tolerance import PATH, key_of
+
+SEEDS = (0, 1, 2)
+#: the traits that an evaluation can take, and the operators whose evaluation does
+_EVALUATED = {
+    "mma_accum": ("linear", "block_scores", "moe_experts"),
+    "p_dtype": ("sparse_attention", "paged_attention"),
+    "add_norm_round": ("add_rms_norm",),
+    "norm_rope_round": ("qk_norm_rope_insert",),
+    "rope_table": ("rope_partial", "qk_norm_rope_insert"),
+    "combine_dtype": ("moe_experts",),
+}
+
+
+def profiles(operator: Operator) -> list[dict[str, str]]:
+    """No traits, and each freedom alone that the evaluation can take."""
+    found: list[dict[str, str]] = [{}]
+    for trait in operator.traits:
+        if operator.name in _EVALUATED.get(trait.name, ()):
+            found += [{trait.name: value} for value in trait.values[1:]]
+    return found
+
+
+def measure(case: Case, seed: int, traits: Mapping[str, str]) -> Iterator[tuple[str, str, float]]:
+    """(output, oracle, error) of the legitimate evaluation of one case."""
+    operator = ops.load(case.operator)
+    inputs = case.inputs(seed)
+    found = _evaluate(operator, case, inputs, traits)
+    exact = oracles.exact(operator, case.site, inputs)
+    near = oracles.declared(operator, case.site, inputs, traits) or exact
+    for name, wanted in (("exact", exact), ("declared", near)):
+        for score in _scores(operator, case, found, wanted):
+            yield score.output, name, score.error
+
+
+def _evaluate(operator: Operator, case: Case, inputs: Mapping[str, Any], traits: Mapping[str, str]) -> Named:
+    given = cloned(inputs) if not case.lazy else dict(inputs)
+    if operator.name == "select_blocks":
+        return {"out": EVALUATIONS["block_scores"](case.site, traits, *given.values())}
+    returned = EVALUATIONS[operator.name](case.site, traits, *given.values())
+    return named(operator, returned, {name: given[name] for name in operator.mutates if given[name] is not None})
+
+
+def _scores(operator: Operator, case: Case, found: Named, wanted: Named) -> list[Score]:
+    """Errors as the suite measures them; a selection's is twice the error of the scores it rests on."""
+    if operator.name == "select_blocks":
+        exact = wanted["out.scores"]
+        finite = torch.isfinite(exact)
+        size = torch.where(finite, exact, 0.0).abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        off = torch.where(finite, (found["out"].double() - exact).abs() / size, 0.0)
+        return [Score("out", "regret", 2 * float(off.max()) if off.numel() else 0.0, 0.0)]
+    return compare(operator, case.site, found, wanted, lambda output, metric: float("inf"))
+
+
+def calibrate(cases: tuple[Case, ...], seeds: tuple[int, ...] = SEEDS) -> dict[str, dict[str, float]]:
+    """The entries of ``calibration.json``."""
+    entries: dict[str, dict[str, float]] = {}
+    for name in ops.NAMES:
+        ops.load(name)
+    for number, case in enumerate(cases):
+        operator = ops.load(case.operator)
+        if operator.name in BITWISE or "host_bound" in case.checks or "huge_pages" in case.checks:
+            continue
+        print(f"\r{number + 1}/{len(cases)} {case.id:<60}", end="", file=sys.stderr)
+        for traits in profiles(operator):
+            for seed in seeds if not traits else seeds[:1]:
+                for output, name, error in measure(case, seed, traits):
+                    if error == float("inf"):
+                        raise AssertionError(f"{case.id}: the legitimate evaluation's {output} is infinitely wrong")
+                    entry = entries.setdefault(
+                        key_of(operator.name, output, case.format, case.input_class, traits),
+                        {"exact": 0.0, "declared": 0.0, "cases": 0},
+                    )
+                    entry[name] = max(entry[name], float(f"{error:.3g}"))
+                    entry["cases"] += 0.5 if seed == seeds[0] else 0
+    print(file=sys.stderr)
+    return dict(sorted(entries.items()))
+
+
+def main() -> None:
+    """Writes the committed calibration, or compares with it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare with the committed file instead of writing it")
+    options = parser.parse_args()
+    entries = calibrate(all_cases(), SEEDS[:1] if options.check else SEEDS)
+    if options.check:
+        old = json.loads(PATH.read_text())["entries"]
+        far = [key for key, entry in entries.items() if entry["exact"] > 1.05 * old.get(key, {"exact": 0})["exact"]]
+        sys.exit(f"these entries are larger than committed: {', '.join(far)}" if far else 0)
+    text = {"made_by": "python -m m3hal_conformance.calibrate", "seeds": list(SEEDS), "torch": torch.__version__}
+    PATH.write_text(json.dumps({**text, "entries": entries}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

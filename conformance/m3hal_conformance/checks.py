@@ -1,0 +1,140 @@
+"""The checks, by name. Each takes a trial and raises CheckFailed, or returns the comparisons that it made.
+
+The first group is asked of every case and needs no oracle but ``oracle`` itself; relations that only some operators
+have are in :mod:`m3hal_conformance.metamorphic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from m3hal_conformance.bounds import bits
+from m3hal_conformance.buckets import padded, trimmed
+from m3hal_conformance.compare import Score
+from m3hal_conformance.harness import Named, Outcome
+from m3hal_conformance.trees import map_tensors, tensors
+from m3hal_conformance.trial import CheckFailed, Trial
+
+Check = Callable[[Trial], "list[Score] | None"]
+CHECKS: dict[str, Check] = {}
+
+#: what every case asks
+UNIVERSAL = ("oracle", "guards", "inputs", "written", "convention", "rerun", "allocates", "overwritten")
+
+
+def check(function: Check) -> Check:
+    """Registers a check under its function's name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+@check
+def oracle(trial: Trial) -> list[Score]:
+    """The outputs are within their bounds of the oracle, and of numbers computed elsewhere where the case has them."""
+    scores = trial.require(trial.first.outputs, "against the oracle")
+    if trial.case.golden:
+        for name, wanted in trial.case.golden(trial.inputs).items():
+            actual = trial.first.outputs[name].double()
+            if not torch.allclose(actual, wanted.double(), rtol=_golden_rtol(trial), atol=0, equal_nan=True):
+                raise CheckFailed(f"{name} is {actual.tolist()}; the published numbers are {wanted.tolist()}", scores)
+    return scores
+
+
+def _golden_rtol(trial: Trial) -> float:
+    return 1e-5 if trial.case.format == "float32" else 1e-2
+
+
+@check
+def guards(trial: Trial) -> None:
+    """No byte outside inputs, outputs and workspace is written."""
+    _none([*trial.first.touched, *trial.second.touched], "was written")
+
+
+@check
+def inputs(trial: Trial) -> None:
+    """Inputs that the operator does not mutate stay as they are, bit for bit."""
+    _none([*trial.first.changed, *trial.second.changed], "changed, but the operator only reads it")
+
+
+@check
+def written(trial: Trial) -> None:
+    """Every element of the outputs is written: poison, of two kinds in turn, survives nowhere."""
+    for name, one in trial.first.unwritten.items():
+        both = one & trial.second.unwritten[name]
+        if both.any():
+            place = tuple(both.nonzero()[0].tolist())
+            raise CheckFailed(f"{name} was left unwritten in {int(both.sum())} elements, first {place}")
+
+
+@check
+def convention(trial: Trial) -> None:
+    """With ``out=`` the call returns what it was given."""
+    _none(trial.first.convention, "")
+
+
+@check
+def rerun(trial: Trial) -> None:
+    """Calls give the same bits, whatever outputs and workspace held before: no noise, no use of poison."""
+    _same(trial.first.outputs, trial.second.outputs, "a second call, on memory that held something else, differs")
+
+
+@check
+def allocates(trial: Trial) -> None:
+    """Without ``out=`` the call returns the same numbers in tensors of the shape, dtype and strides of the fake."""
+    given = padded(trial.operator, trial.inputs, trial.impl.buckets)
+    actual, returned = trial.harness.call_allocating(given)
+    wanted = trial.harness.expected(given)
+    found = [(t.dtype, tuple(t.shape), t.stride() if t.numel() else ()) for _, t in tensors(returned)]
+    asked = [(t.dtype, tuple(t.shape), t.stride() if t.numel() else ()) for _, t in tensors(wanted)]
+    if found != asked:
+        raise CheckFailed(f"without out= it returns (dtype, shape, strides) {found}; the definition's fake says {asked}")
+    trimmed_actual = trimmed(trial.operator, Outcome(actual), trial.inputs).outputs
+    _same(trial.first.outputs, trimmed_actual, "without out= the result differs")
+
+
+@check
+def overwritten(trial: Trial) -> None:
+    """New numbers in the same memory give new results: nothing is kept between calls, neither state nor pointers."""
+    other = trial.case.inputs(trial.seed + 1)
+    if not _alike(trial.inputs, other):
+        return
+    fresh = trial.call(other).outputs
+    carved = trial.carved(trial.inputs)
+    trial.harness.run(carved)
+    given = padded(trial.operator, other, trial.impl.buckets)
+    for (_, target), (_, source) in zip(tensors(carved.inputs), tensors(given), strict=True):
+        if target.numel():
+            bits(target).copy_(bits(source))
+    returned = trial.harness.run(carved)
+    after = trimmed(trial.operator, trial.harness.outcome(carved, given, returned), other).outputs
+    _same(fresh, after, "after its inputs were overwritten in place, a call differs from a fresh one")
+    again = trial.call(trial.inputs).outputs
+    _same(trial.first.outputs, again, "after a call on other inputs, the first call's result does not come back")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    shape: list[list[Any]] = [[], []]
+    for found, value in zip(shape, (one, other), strict=True):
+        map_tensors(value, lambda t, found=found: found.append((t.shape, t.stride(), t.dtype)) or t)  # type: ignore[misc]
+    return shape[0] == shape[1]
+
+
+def _same(one: Named, other: Named, what: str) -> None:
+    for name, tensor in one.items():
+        if tensor.shape != other[name].shape:
+            raise CheckFailed(f"{what}: {name} has shape {tuple(other[name].shape)}, not {tuple(tensor.shape)}")
+        differs = bits(tensor) != bits(other[name])
+        if differs.any():
+            place = tuple(differs.nonzero()[0].tolist())
+            raise CheckFailed(
+                f"{what}: {name} in {int(differs.sum())} elements, first {place}: "
+                f"{tensor[place].item()!r}, then {other[name][place].item()!r}"
+            )
+
+
+def _none(faults: list[str], verb: str) -> None:
+    if faults:
+        raise CheckFailed(f"{', '.join(dict.fromkeys(faults))} {verb}".strip())

@@ -1,0 +1,239 @@
+"""Compares outputs with an oracle, by the operator's numeric class; every comparison gives an error and its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m3hal.ops import Operator
+from m3hal.shape import Site
+from m3hal_conformance.bounds import _spacing, bits, row_errors
+from m3hal_conformance.harness import Named
+
+#: a bound by output name and metric ("row", "ulp", "regret")
+Bounds = Callable[[str, str], float]
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One output against its oracle. metric: row (relative L2), ulp, bits (0 or inf), regret (of scores).
+
+    where: the worst place; shown: what stands there, in both.
+    """
+
+    output: str
+    metric: str
+    error: float
+    bound: float
+    where: tuple[int, ...] = ()
+    shown: str = ""
+
+    @property
+    def ratio(self) -> float:
+        if self.error == 0:
+            return 0.0
+        return self.error / self.bound if self.bound > 0 else INF
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound
+
+    def __str__(self) -> str:
+        unit = {"row": "relative L2 of row", "ulp": "ulp at", "bits": "bits at", "regret": "score regret at"}[self.metric]
+        if self.metric == "bits":
+            return f"{self.output}: differs in its bits, first at {self.where}: {self.shown}"
+        return f"{self.output}: {self.error:.3e} {unit} {self.where}; the bound is {self.bound:.3e}. {self.shown}"
+
+
+def compare(operator: Operator, site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
+    """Scores of every output. Shapes and dtypes are checked first; a wrong one has error inf."""
+    special = _SPECIAL.get(operator.name)
+    if special:
+        return special(site, actual, oracle, bounds)
+    wanted = {name for name in oracle if not name.endswith((".unit", ".scores", ".visible"))}
+    if set(actual) != wanted:
+        return [Score(", ".join(sorted(set(actual) ^ wanted)), "bits", INF, 0.0, (), "missing or unexpected output")]
+    scores = []
+    for name, tensor in actual.items():
+        if tensor.shape != oracle[name].shape:
+            scores.append(_shape(name, tensor, oracle[name]))
+        elif operator.numeric.kind in ("X", "C1"):
+            scores.append(same_bits(name, tensor, oracle[name]))
+        elif operator.numeric.kind == "U1":
+            scores.append(ulps(name, tensor, oracle[name], bounds(name, "ulp"), oracle.get(f"{name}.unit")))
+        else:
+            scores.append(rows(name, tensor, oracle[name], bounds(name, "row")))
+    return scores
+
+
+def rows(name: str, actual: Tensor, oracle: Tensor, bound: float) -> Score:
+    """Class R: the worst row (last axis). One number per row, such as an lse, is compared with max(|oracle|, 1)."""
+    lonely = name == "lse"
+    if lonely:
+        actual, oracle = actual[..., None], oracle[..., None]
+    errors = row_errors(actual, oracle, floor=1.0 if lonely else 0.0)
+    if errors.numel() == 0:
+        return Score(name, "row", 0.0, bound)
+    where = _place(errors.argmax(), errors.shape)
+    return Score(name, "row", float(errors[where]), bound, where, _show(actual[where], oracle[where]))
+
+
+def ulps(name: str, actual: Tensor, oracle: Tensor, bound: float, unit: Tensor | None = None) -> Score:
+    """Class U1: the worst element in units of the last place of the output's dtype."""
+    if actual.numel() == 0:
+        return Score(name, "ulp", 0.0, bound)
+    exact = oracle.double()
+    size = exact.abs().nan_to_num(nan=0.0, posinf=0.0)
+    if unit is not None:
+        size = torch.maximum(size, unit.double())
+    off = (actual.double() - exact).abs() / _spacing(size, actual.dtype)
+    # Signed zeros are told apart only where the definition makes one: 0 against -0 is no error in arithmetic.
+    same = (actual == exact.to(actual.dtype)) | (actual.isnan() & exact.isnan())
+    off = torch.where(same, 0.0, off.nan_to_num(nan=INF))
+    where = _place(off.argmax(), off.shape)
+    return Score(name, "ulp", float(off[where]), bound, where, _show(actual[where], exact[where]))
+
+
+def same_bits(name: str, actual: Tensor, oracle: Tensor) -> Score:
+    """Class X."""
+    if actual.dtype != oracle.dtype or actual.shape != oracle.shape:
+        return _shape(name, actual, oracle)
+    differs = bits(actual) != bits(oracle)
+    if not differs.any():
+        return Score(name, "bits", 0.0, 0.0)
+    where = tuple(differs.nonzero()[0].tolist())
+    count = int(differs.sum())
+    return Score(name, "bits", INF, 0.0, where, f"{_show(actual[where], oracle[where])} ({count} elements)")
+
+
+def selection(name: str, ids: Tensor, oracle: Tensor, scores: Tensor, visible: Tensor, site: Site, bound: float) -> Score:
+    """Class S for blocks: order, prefix, count and forced blocks exactly; the rest by regret of the exact scores.
+
+    regret: by how much the best score left out exceeds the worst one chosen, relative to the row's largest |score|.
+    """
+    if ids.shape != oracle.shape or ids.dtype != torch.int32:
+        return _shape(name, ids, oracle)
+    worst = Score(name, "regret", 0.0, bound)
+    for where in _indices(ids.shape[:-1]):
+        chosen, count, end = ids[where].tolist(), int((oracle[where] >= 0).sum()), int(visible[where[0]])
+        real = chosen[:count]
+        forced = [b for b in range(end) if b < site.init_blocks or b >= end - site.local_blocks]
+        shown = _show(ids[where], oracle[where])
+        if chosen[count:] != [-1] * (len(chosen) - count):
+            return Score(name, "regret", INF, bound, where, f"the tail must be -1: {shown}")
+        if real != sorted(set(real)) or any(b < 0 or b >= end for b in real):
+            return Score(name, "regret", INF, bound, where, f"ids must ascend, be distinct and visible: {shown}")
+        if not set(forced) <= set(real):
+            return Score(name, "regret", INF, bound, where, f"a forced block is missing: {shown}")
+        row = scores[where].nan_to_num(nan=-INF)
+        free, left = [b for b in real if b not in forced], [b for b in range(end) if b not in real]
+        if free and left:
+            size = row[:end][torch.isfinite(row[:end])].abs().max() if torch.isfinite(row[:end]).any() else 1.0
+            best, least = row[left].max(), row[free].min()
+            regret = 0.0 if best <= least else float((best - least) / size)
+            if regret > worst.error:
+                worst = Score(name, "regret", regret, bound, where, shown)
+    return worst
+
+
+def _insert(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
+    """Norm and RoPE within ulps; values, and every byte of the caches that no slot names, as they were."""
+    if set(actual) != {name for name in oracle if not name.endswith(".unit")}:
+        return [Score(", ".join(actual), "bits", INF, 0.0, (), "missing or unexpected output")]
+    scores = []
+    for name, tensor in actual.items():
+        if tensor.shape != oracle[name].shape:
+            return [_shape(name, tensor, oracle[name])]
+        scores.append(ulps(name, tensor, oracle[name], bounds(name, "ulp"), oracle[f"{name}.unit"]))
+    values = slice(site.head_dim, None)
+    scores.append(rows("kv.buf values", actual["kv.buf"][..., values], oracle["kv.buf"][..., values], 0.0))
+    return scores
+
+
+def _select(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
+    bound = bounds("out", "regret")
+    return [selection("out", actual["out"], oracle["out"], oracle["out.scores"], oracle["out.visible"], site, bound)]
+
+
+def _topk(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
+    if bounds("out", "regret") > 0 and "out.scores" in oracle:
+        return _select(site, actual, oracle, bounds)
+    return [same_bits("out", actual["out"], oracle["out"])]
+
+
+def _route(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
+    """Ids by regret, in the order of their scores; weights against those that the chosen ids should have."""
+    ids, choice, score = actual["ids"], oracle["ids.scores"], oracle["weights.scores"]
+    if ids.shape != oracle["ids"].shape or ids.dtype != torch.int32:
+        return [_shape("ids", ids, oracle["ids"])]
+    found, bound = _route_ids(ids, choice, oracle["ids"], bounds("ids", "regret")), bounds("weights", "row")
+    if not found.passed:
+        return [found]
+    wanted = score.gather(-1, ids.long()).nan_to_num(nan=0.0)
+    if site.renormalize:
+        total = wanted.sum(-1, keepdim=True)
+        wanted = wanted / torch.where(total > 0, total, 1.0)
+    wanted = wanted * site.routed_scale
+    # fp32 sigmoids below 1e-37 are subnormal or zero: such a row weighs its experts by what is left of them
+    weak = score.gather(-1, ids.long()).nan_to_num(nan=0.0).sum(-1) < 1e-35
+    weights = actual["weights"]
+    wanted = torch.where(weak[:, None] & (weights == 0).all(-1, keepdim=True), 0.0, wanted)
+    return [found, rows("weights", weights, wanted, bound)]
+
+
+def _route_ids(ids: Tensor, choice: Tensor, oracle: Tensor, bound: float) -> Score:
+    worst, experts = Score("ids", "regret", 0.0, bound), choice.shape[-1]
+    for (token,) in _indices(ids.shape[:1]):
+        row, chosen = choice[token].nan_to_num(nan=-INF), ids[token].tolist()
+        shown = _show(ids[token], oracle[token])
+        if len(set(chosen)) != len(chosen) or min(chosen, default=0) < 0 or max(chosen, default=0) >= experts:
+            return Score("ids", "regret", INF, bound, (token,), f"ids must be distinct experts: {shown}")
+        best = row[oracle[token].long()]
+        taken = row[chosen]
+        gap = torch.where(best == taken, 0.0, (best - taken).abs())
+        regret = float(gap.max()) if len(chosen) else 0.0
+        # equal scores: the lower id must win
+        swapped = any(a > b and row[a] == row[b] for a, b in zip(chosen, chosen[1:], strict=False))
+        skipped = [e for e in range(experts) if e not in chosen and row[e] == row[chosen[-1]] and e < chosen[-1]]
+        if (swapped or skipped) and regret == 0:
+            return Score("ids", "regret", INF, bound, (token,), f"among equals the lower id wins: {shown}")
+        if regret > worst.error:
+            worst = Score("ids", "regret", regret, bound, (token,), shown)
+    return worst
+
+
+_SPECIAL: dict[str, Callable[[Site, Named, Named, Bounds], list[Score]]] = {
+    "qk_norm_rope_insert": _insert,
+    "select_blocks": _select,
+    "topk_blocks": _topk,
+    "merge_topk": _topk,
+    "route_topk": _route,
+}
+
+
+def _shape(name: str, actual: Tensor, oracle: Tensor) -> Score:
+    wanted = f"{actual.dtype} {tuple(actual.shape)} where {oracle.dtype} {tuple(oracle.shape)} was expected"
+    return Score(name, "bits", INF, 0.0, (), wanted)
+
+
+def _indices(shape: torch.Size) -> list[tuple[int, ...]]:
+    import itertools
+
+    return list(itertools.product(*(range(size) for size in shape)))
+
+
+def _place(index: Tensor, shape: torch.Size) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(index, shape))
+
+
+def _show(actual: Tensor, oracle: Tensor) -> str:
+    def text(values: Tensor) -> str:
+        flat = values.flatten()
+        numbers = ", ".join(f"{v:.6g}" for v in flat[:6].tolist())
+        return f"[{numbers}{', ...' if flat.numel() > 6 else ''}]" if values.ndim else f"{flat[0].item():.6g}"
+
+    return f"got {text(actual)}, oracle {text(oracle)}"

@@ -1,0 +1,213 @@
+"""Calls an implementation between guard bands and brings back everything that can be said about the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m3hal.dispatch import Bound
+from m3hal.ops import ExpertWeights, Operator, SeqMeta
+from m3hal_conformance.bounds import bits
+from m3hal_conformance.guard import Slab
+from m3hal_conformance.trees import map_tensors, tensors
+
+#: names of the outputs of operators that have several
+OUTPUTS: Mapping[str, tuple[str, ...]] = {
+    "add_rms_norm": ("out", "residual_out"),
+    "route_topk": ("weights", "ids"),
+    "qk_norm_rope_insert": ("q", "index_q"),
+    "kv_read": ("k", "v"),
+    "sparse_attention": ("out", "lse"),
+    "paged_attention": ("out", "lse"),
+}
+
+Named = dict[str, Tensor]
+
+
+@dataclass
+class Outcome:
+    """One call. outputs: by name, on the CPU, and the arguments that the operator mutates, as ``kv.buf``.
+
+    touched: bands that were written. changed: inputs that were written. unwritten: name -> elements still poison.
+    convention: what the call did against the calling convention, as sentences.
+    """
+
+    outputs: Named
+    touched: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    unwritten: dict[str, Tensor] = field(default_factory=dict)
+    convention: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Carved:
+    """Inputs and outputs in their slabs on the device, ready to be run more than once."""
+
+    inputs: dict[str, Any]
+    out: Any
+    slabs: dict[int, Slab]
+    workspace: Slab | None
+    storage: Slab | None
+
+
+class Harness:
+    """Runs one bound operator. device: where tensors go; lazy: inputs that are not carved."""
+
+    def __init__(self, operator: Operator, bound: Bound, device: torch.device, lazy: tuple[str, ...] = ()) -> None:
+        self.operator, self.bound, self.device, self.lazy = operator, bound, device, lazy
+        self._statics = operator.static_values(bound.site)
+
+    def call(self, inputs: Mapping[str, Any], which: int = 0) -> Outcome:
+        """One call with ``out=``, everything carved from slabs with poison ``which``."""
+        carved = self.carve(inputs, which)
+        returned = self.run(carved)
+        return self.outcome(carved, inputs, returned)
+
+    def call_allocating(self, inputs: Mapping[str, Any]) -> tuple[Named, Any]:
+        """One call without ``out=``: its outputs by name, and as they were returned."""
+        carved = self.carve(inputs, 0)
+        carved.out = None
+        returned = self.run(carved)
+        return named(self.operator, returned, self._mutated(carved)), returned
+
+    def expected(self, inputs: Mapping[str, Any]) -> Any:
+        """Empty outputs as the definition's fake makes them; None for an operator that only mutates."""
+        return self.operator.fake(*inputs.values(), **self._statics)
+
+    def carve(self, inputs: Mapping[str, Any], which: int) -> Carved:
+        slabs: dict[int, Slab] = {}
+
+        def keep(slab: Slab) -> Tensor:
+            slabs[id(slab.view)] = slab
+            return slab.view
+
+        def hold(tensor: Tensor) -> Tensor:
+            slab = Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which)
+            if tensor.numel():
+                bits(slab.view).copy_(bits(tensor))
+            return keep(slab)
+
+        def empty(tensor: Tensor) -> Tensor:
+            return keep(Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which))
+
+        lazy = {
+            name: map_tensors(value, lambda t: t.to(self.device)) for name, value in inputs.items() if name in self.lazy
+        }
+        guarded = map_tensors({name: value for name, value in inputs.items() if name not in self.lazy}, hold)
+        out = map_tensors(self.expected(inputs), empty)
+        given = {name: lazy[name] if name in lazy else guarded[name] for name in inputs}
+        return Carved(
+            given,
+            out,
+            slabs,
+            self._bytes(self.bound.workspace_bytes, which),
+            self._bytes(self.bound.plan_bytes, which),
+        )
+
+    def run(self, carved: Carved) -> Any:
+        """Plans the batch, packs the weights, runs."""
+        returned = self.launch(carved, self.arguments(carved))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return returned
+
+    def arguments(self, carved: Carved) -> list[Any]:
+        """What ``run`` gets: a batch plan in place of the metadata, packed in place of plain weights."""
+        arguments = []
+        for value in carved.inputs.values():
+            if isinstance(value, SeqMeta) and self.bound.plan_batch:
+                value = self.bound.plan_batch(value, carved.storage.view if carved.storage else None)
+            elif isinstance(value, ExpertWeights) and self.bound.prepare_weights:
+                value = self.bound.prepare_weights(value)
+            arguments.append(value)
+        return arguments
+
+    def launch(self, carved: Carved, arguments: list[Any]) -> Any:
+        """``run`` itself, with its ``out`` and workspace."""
+        options: dict[str, Any] = {} if carved.out is None else {"out": carved.out}
+        if carved.workspace is not None:
+            options["workspace"] = carved.workspace.view
+        return self.bound.run(*arguments, **options)
+
+    def outcome(self, carved: Carved, inputs: Mapping[str, Any], returned: Any) -> Outcome:
+        found = Outcome(named(self.operator, carved.out, self._mutated(carved)))
+        before, after = dict(tensors(dict(inputs))), dict(tensors(carved.inputs))
+        results = dict(_output_names(self.operator, carved.out))
+        for path, tensor in [*after.items(), *results.items()]:
+            if id(tensor) in carved.slabs and not carved.slabs[id(tensor)].intact():
+                found.touched.append(f"memory around {path}")
+        for name, slab in (("the workspace", carved.workspace), ("the plan's storage", carved.storage)):
+            if slab is not None and not slab.intact():
+                found.touched.append(f"memory around {name}")
+        aliased = {id(t) for path, t in after.items() if path.split(".")[0] in self.operator.mutates}
+        for path, tensor in after.items():
+            if id(tensor) in aliased or path.split(".")[0] in self.lazy:
+                continue
+            if not torch.equal(bits(tensor.cpu()), bits(before[path])):
+                found.changed.append(path)
+        found.unwritten = {path: carved.slabs[id(tensor)].unwritten().cpu() for path, tensor in results.items()}
+        if results and not _same_storage(returned, carved.out):
+            found.convention.append("with out= it must return out; it returned something else")
+        return found
+
+    def _mutated(self, carved: Carved) -> dict[str, Any]:
+        return {name: carved.inputs[name] for name in self.operator.mutates if carved.inputs.get(name) is not None}
+
+    def _bytes(self, size: int, which: int) -> Slab | None:
+        return Slab((size,), (1,), torch.uint8, self.device, which) if size else None
+
+
+def named(operator: Operator, out: Any, mutated: Mapping[str, Any]) -> Named:
+    """Outputs and mutated arguments by name, copied to the CPU."""
+    found = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _output_names(operator, out)}
+    for name, value in mutated.items():
+        for path, tensor in tensors(value, name):
+            if path.endswith("buf"):
+                found[path] = _copied(tensor)
+    return found
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _output_names(operator: Operator, out: Any) -> list[tuple[str, Tensor]]:
+    if out is None:
+        return []
+    if isinstance(out, tuple):
+        names = OUTPUTS.get(operator.name, tuple(f"out{i}" for i in range(len(out))))
+        return [(name, tensor) for name, tensor in zip(names, out, strict=True) if tensor is not None]
+    if is_dataclass(out) and not isinstance(out, type):
+        return [
+            (f"out.{f.name}", getattr(out, f.name)) for f in fields(out) if isinstance(getattr(out, f.name), Tensor)
+        ]
+    return [("out", out)]
+
+
+def _same_storage(returned: Any, out: Any) -> bool:
+    one, other = [t for _, t in tensors(returned)], [t for _, t in tensors(out)]
+    return len(one) == len(other) and all(a.data_ptr() == b.data_ptr() for a, b in zip(one, other, strict=True))
+
+
+def widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs in fp64, caches and their layouts included: what the exact oracle computes on."""
+    from m3hal.layouts import PagedCache
+
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, PagedCache):
+            return PagedCache(widen(value.buf), replace(value.layout, format="float64"))
+        return map_tensors(value, widen)
+
+    return {name: walk(value) for name, value in inputs.items()}
+
+
+def cloned(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy whose tensors keep their strides and share no memory with the given ones."""
+    return dict(map_tensors(dict(inputs), lambda t: t.detach().clone(memory_format=torch.preserve_format)))

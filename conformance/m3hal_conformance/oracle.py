@@ -1,0 +1,141 @@
+"""What the outputs should be: ``exact`` (the definition in fp64) and ``declared`` (with the traits that are emulated).
+
+An oracle is a dictionary of tensors. Besides the outputs it holds what the comparison needs, under dotted names:
+``out.unit`` is the magnitude whose last place counts (class U1), ``ids.scores`` the exact scores that a selection is
+judged by (class S).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m3hal import ops
+from m3hal.ops import Operator, Trait
+from m3hal.shape import Site
+from m3hal_conformance.harness import Named, cloned, named, widened
+
+#: operators whose outputs follow from their inputs bit for bit, rounding included
+BITWISE = ("quantize", "dequantize", "kv_write", "kv_read", "kv_copy_blocks", "topk_blocks", "merge_topk")
+#: they speak of quantised storage; every case so far stores plain numbers, where they free nobody from anything
+_OF_STORAGE = ("kv_dequant_round", "kv_scale_used", "nvfp4_quantizer", "double_rounding", "mx_scale_rule")
+_IN_THEIR_OWN_DTYPE = ("norm_rope_round",)  # the definition emulates these by what it computes in
+
+
+def exact(operator: Operator, site: Site, inputs: Mapping[str, Any]) -> Named:
+    """The definition with nothing rounded but what the operator stores."""
+    return _evaluate(operator, site, inputs, {}, wide=operator.name not in BITWISE)
+
+
+def declared(operator: Operator, site: Site, inputs: Mapping[str, Any], traits: Mapping[str, str]) -> Named | None:
+    """The definition with the given traits emulated; None when none of them is."""
+    emulated = emulated_traits(operator, traits)
+    if not emulated:
+        return None
+    return _evaluate(operator, site, inputs, emulated, wide=not set(emulated) & set(_IN_THEIR_OWN_DTYPE))
+
+
+def emulated_traits(operator: Operator, traits: Mapping[str, str]) -> dict[str, str]:
+    """Those of an implementation's traits that the reference takes and that are not the exact value."""
+    return {t.name: traits[t.name] for t in operator.traits if t.emulated and _is_taken(t, traits)}
+
+
+def tolerated_traits(operator: Operator, traits: Mapping[str, str]) -> dict[str, str]:
+    """Those that only widen the tolerance; ``batch_invariant`` is a promise and widens nothing."""
+    return {
+        t.name: traits[t.name]
+        for t in operator.traits
+        if not t.emulated and t.name != "batch_invariant" and _is_taken(t, traits)
+    }
+
+
+def _is_taken(trait: Trait, traits: Mapping[str, str]) -> bool:
+    return trait.name not in _OF_STORAGE and traits.get(trait.name, trait.values[0]) != trait.values[0]
+
+
+def _evaluate(
+    operator: Operator, site: Site, inputs: Mapping[str, Any], traits: Mapping[str, str], *, wide: bool
+) -> Named:
+    given = widened(_short_table(operator, inputs)) if wide else cloned(inputs)
+    statics = dict(operator.static_values(site))
+    if traits:
+        statics["traits"] = traits
+    returned = operator.reference(*given.values(), **statics)
+    mutated = {name: given[name] for name in operator.mutates if given.get(name) is not None}
+    found = named(operator, returned, mutated)
+    return found | _EXTRA.get(operator.name, _nothing)(site, given, found)
+
+
+def _short_table(operator: Operator, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A RoPE table of a million rows, cut to the rows that are read, before it is widened."""
+    table = inputs.get("cos_sin")
+    if not isinstance(table, Tensor) or table.numel() < 1 << 22:
+        return inputs
+    positions = inputs["positions"]
+    return {**inputs, "positions": torch.arange(len(positions)), "cos_sin": table[positions]}
+
+
+def _nothing(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+    return {}
+
+
+def _pairs(x: Tensor, rotary_dim: int) -> Tensor:
+    """The length of the pair that each rotated element belongs to; zero where nothing rotates."""
+    first, second = x[..., :rotary_dim].chunk(2, dim=-1)
+    length = torch.hypot(first, second)
+    return torch.cat([length, length, torch.zeros_like(x[..., rotary_dim:])], dim=-1)
+
+
+def _rope(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+    return {"out.unit": _pairs(found["out"], site.rotary_dim)}
+
+
+def _insert(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+    units = {f"{name}.unit": _pairs(found[name], site.rotary_dim) for name in ("q", "index_q") if name in found}
+    for name in ("kv", "index_cache"):
+        cache = inputs[name]
+        if cache is not None:
+            unit = torch.zeros_like(cache.buf, memory_format=torch.contiguous_format)
+            unit[..., : cache.layout.dim] = _pairs(found[f"{name}.buf"][..., : cache.layout.dim], site.rotary_dim)
+            units[f"{name}.buf.unit"] = unit.nan_to_num(nan=0.0)
+    return units
+
+
+def _swiglu(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+    """exp's relative error grows with its argument, so the unit does: |out| * (1 + |alpha g| (1 - sigmoid))."""
+    gate, _ = inputs["gate_up"].chunk(2, dim=-1)
+    argument = site.alpha * gate.clamp(max=site.limit)
+    unit = found["out"].abs() * (1 + argument.abs() * torch.sigmoid(-argument))
+    return {"out.unit": unit.nan_to_num(nan=0.0, posinf=0.0)}
+
+
+def _route(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+    score = torch.sigmoid(inputs["logits"])
+    return {"ids.scores": score + inputs["bias"], "weights.scores": score}
+
+
+def _select(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+    scores = ops.load("block_scores").reference(
+        inputs["index_q"], inputs["index_cache"], inputs["meta"], block_size=site.block_size
+    )
+    visible = inputs["meta"].positions(len(inputs["index_q"])) // site.block_size + 1
+    return {"out.scores": scores, "out.visible": visible}
+
+
+def _ranked(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+    if "ids" in inputs:
+        return {}
+    return {"out.scores": inputs["scores"].double(), "out.visible": inputs["visible_blocks"].long()}
+
+
+_EXTRA = {
+    "rope_partial": _rope,
+    "qk_norm_rope_insert": _insert,
+    "swiglu_oai": _swiglu,
+    "route_topk": _route,
+    "select_blocks": _select,
+    "topk_blocks": _ranked,
+}

@@ -1,0 +1,146 @@
+"""What became of a case: passed, failed, unsupported with a reason, or waived with an issue and an expiry."""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+Status = Literal["pass", "fail", "unsupported", "waived"]
+STATUSES: tuple[Status, ...] = ("pass", "fail", "unsupported", "waived")
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check of one case. ratio: worst error over its bound, for checks that compare; sentence: of a failure."""
+
+    name: str
+    passed: bool
+    ratio: float | None = None
+    sentence: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case. reason: why it is unsupported or waived. seconds: wall time."""
+
+    case: str
+    operator: str
+    format: str
+    status: Status
+    checks: tuple[CheckResult, ...] = ()
+    reason: str = ""
+    impl_id: str = ""
+    seconds: float = 0.0
+    bugs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def failed(self) -> tuple[CheckResult, ...]:
+        return tuple(check for check in self.checks if not check.passed)
+
+    @property
+    def worst(self) -> float | None:
+        """The largest error over its bound of any comparison; None when nothing was compared."""
+        ratios = [check.ratio for check in self.checks if check.ratio is not None]
+        return max(ratios) if ratios else None
+
+    @property
+    def sentence(self) -> str:
+        """What there is to say about it, in one line."""
+        if self.failed:
+            return "; ".join(f"{check.name}: {check.sentence}" for check in self.failed)
+        return self.reason
+
+
+@dataclass(frozen=True)
+class Waiver:
+    """A failure that is known. case, check, device: patterns. until: the last day on which it holds."""
+
+    case: str
+    issue: str
+    until: datetime.date
+    check: str = "*"
+    device: str = "*"
+    reason: str = ""
+
+
+class WaiverError(Exception):
+    """A waiver file that can't be used, as a sentence."""
+
+
+def read_waivers(path: str | Path, device: str) -> tuple[Waiver, ...]:
+    """The waivers of a TOML file that concern a device.
+
+        [[waiver]]
+        case = "sparse_attention/needle/*"
+        check = "rerun"                                   # all checks when left out
+        issue = "https://github.com/acme/kernels/issues/7"
+        until = 2027-01-31
+        device = "cuda:sm_90"                             # all devices when left out
+
+    Raises WaiverError when the file can't be read, or a waiver has no issue or no expiry.
+    """
+    try:
+        rows = tomllib.loads(Path(path).read_text()).get("waiver", [])
+    except (OSError, ValueError) as error:
+        raise WaiverError(f"the waivers {path} can't be read: {error}.") from error
+    found = []
+    for number, row in enumerate(rows, 1):
+        where = f"waiver {number} of {path}"
+        unknown = set(row) - {"case", "check", "issue", "until", "device", "reason"}
+        if unknown:
+            raise WaiverError(f"{where} has the unknown key {sorted(unknown)[0]!r}.")
+        if not row.get("case") or not str(row.get("issue", "")).startswith("http"):
+            raise WaiverError(f"{where} must name its case and the address of its issue.")
+        if not isinstance(row.get("until"), datetime.date):
+            raise WaiverError(f"{where} must say until when it holds, e.g. until = 2027-01-31.")
+        found.append(Waiver(**row))
+    return tuple(waiver for waiver in found if fnmatchcase(device, waiver.device))
+
+
+def apply_waivers(results: Sequence[Result], waivers: Sequence[Waiver], today: datetime.date) -> list[Result]:
+    """Results with waivers applied: a waived failure is ``waived``; a waived pass fails, and so does an expired waiver.
+
+    A waiver that meets no case is reported on none; :func:`unused` names it.
+    """
+    return [_apply(result, waivers, today) for result in results]
+
+
+def _apply(result: Result, waivers: Sequence[Waiver], today: datetime.date) -> Result:
+    mine = [w for w in waivers if fnmatchcase(result.case, w.case)]
+    if not mine or result.status == "unsupported":
+        return result
+    for waiver in mine:
+        if waiver.until < today:
+            note = f"the waiver of {waiver.issue} ended on {waiver.until}"
+            return replace(result, status="fail", checks=(*result.checks, CheckResult("waiver", False, None, note)))
+        hit = [check for check in result.failed if fnmatchcase(check.name, waiver.check)]
+        if not hit:
+            note = f"it passes, but {waiver.issue} waives it until {waiver.until}; take the waiver out"
+            return replace(result, status="fail", checks=(*result.checks, CheckResult("waiver", False, None, note)))
+    covered = all(any(fnmatchcase(check.name, w.check) for w in mine) for check in result.failed)
+    if not covered:
+        return result
+    return replace(result, status="waived", reason=f"{mine[0].issue} until {mine[0].until}: {result.sentence}")
+
+
+def unused(waivers: Sequence[Waiver], results: Sequence[Result]) -> list[Waiver]:
+    """Waivers whose pattern meets no case that ran."""
+    return [w for w in waivers if not any(fnmatchcase(result.case, w.case) for result in results)]
+
+
+def counts(results: Sequence[Result]) -> Mapping[str, int]:
+    """Cases by status."""
+    return {status: sum(result.status == status for result in results) for status in STATUSES}
+
+
+def exit_code(results: Sequence[Result]) -> int:
+    """0: nothing failed and something passed. 1: a case failed. 3: nothing could be run. (2 is a usage error.)"""
+    if any(result.status == "fail" for result in results):
+        return 1
+    return 0 if any(result.status in ("pass", "waived") for result in results) else 3

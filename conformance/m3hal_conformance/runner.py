@@ -1,0 +1,180 @@
+"""Runs cases against a backend: one plan per operator and site, everything else is a result."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m3hal.dispatch import Bound, Impl, M3halError, Plan, Policy, plan
+from m3hal.shape import Site
+from m3hal_conformance.buckets import misfit, sizes
+from m3hal_conformance.case import MAX_TOKENS, Case, shape_of
+from m3hal_conformance.checks import CHECKS
+from m3hal_conformance import metamorphic as _metamorphic  # registers its checks
+from m3hal_conformance.results import CheckResult, Result
+from m3hal_conformance.tolerance import UncalibratedError
+from m3hal_conformance.trees import tensors
+from m3hal_conformance.trial import CheckFailed, Trial
+
+assert _metamorphic
+
+
+class Unsupported(Exception):
+    """Why a case is not asked of a backend, as a reason."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a backend has for an operator at a site. impl: what it declares; None for a composition of core ones."""
+
+    bound: Bound
+    impl: Impl | None
+
+
+@dataclass
+class Runner:
+    """Meets a backend through plans of one operator at a time, exactly as an engine would.
+
+    backend: name, or names with commas. device: as in ``m3hal devices``.
+    """
+
+    backend: str
+    device: str
+    seed: int = 0
+    _offers: dict[tuple[str, Site, str], Offer | str] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def torch_device(self) -> torch.device:
+        kind = self.device.partition(":")[0]
+        return torch.device({"hip": "cuda"}.get(kind, kind))
+
+    def run(self, cases: Iterable[Case], progress: Callable[[Case, Result], None] | None = None) -> list[Result]:
+        """A result for every case, in order."""
+        results = []
+        for case in cases:
+            result = self.run_case(case)
+            results.append(result)
+            if progress:
+                progress(case, result)
+        return results
+
+    def run_case(self, case: Case) -> Result:
+        """One case: every check is made, also after one failed."""
+        start = time.perf_counter()
+
+        def result(status: Any, checks: tuple[CheckResult, ...] = (), reason: str = "", impl_id: str = "") -> Result:
+            seconds = time.perf_counter() - start
+            return Result(case.id, case.operator, case.format, status, checks, reason, impl_id, seconds, case.bugs)
+
+        try:
+            offer = self.offer(case.operator, case.site, case.layout)
+            trial = Trial(case, offer.bound, self.torch_device, offer.impl or Impl(""), self.seed)
+            self._fits(trial)
+            checks = tuple(self._check(trial, name) for name in case.checks)
+        except (Unsupported, UncalibratedError) as error:
+            return result("unsupported", reason=str(error))
+        status = "pass" if all(check.passed for check in checks) else "fail"
+        return result(status, checks, impl_id=offer.bound.impl_id)
+
+    def offer(self, operator: str, site: Site, layout: str) -> Offer:
+        """What the backend has for this operator at this site; raises Unsupported with its reason when nothing."""
+        key = (operator, site, layout)
+        if key not in self._offers:
+            try:
+                self._offers[key] = self._bind(operator, site, layout)
+            except Unsupported as error:
+                self._offers[key] = str(error)
+        found = self._offers[key]
+        if isinstance(found, str):
+            raise Unsupported(found)
+        return found
+
+    def plan(self, operator: str, site: Site, layout: str = "hnd") -> Plan:
+        """The plan that conformance binds from."""
+        policy = Policy.resolve({"backend": self.backend}, environ={})
+        return plan(
+            shape_of(site),
+            self.device,
+            policy,
+            engine={},
+            cache_layouts=(layout,),
+            operators=(operator,),
+            partial=True,
+            present=True if self.backend == "reference" else None,
+        )
+
+    def _bind(self, operator: str, site: Site, layout: str) -> Offer:
+        made = self.plan(operator, site, layout)
+        choice = made.choice(operator, site.kind)
+        if not choice.is_served:
+            reasons = [str(verdict.reason) for verdict in choice.verdicts if not verdict.accepted]
+            reasons += [verdict.reason for verdict in made.faults if verdict.operator == operator]
+            raise Unsupported("; ".join(dict.fromkeys(reasons)) or f"{self.backend} does not implement {operator}")
+        # A factory that raises although the manifest accepts the site is a failure of every case there.
+        return Offer(made.bind(operator, site.kind), choice.chosen.impl if choice.chosen else None)
+
+    def _fits(self, trial: Trial) -> None:
+        """Raises Unsupported when the inputs are outside what the implementation declares."""
+        impl, inputs = trial.impl, trial.inputs
+        found = sizes(trial.operator, inputs)
+        if not impl.zero_tokens and found.get("tokens", 1) == 0:
+            raise Unsupported("it declares that it takes no batch of zero tokens")
+        reason = misfit(trial.operator, inputs, impl.buckets)
+        if reason:
+            raise Unsupported(reason)
+        assert found.get("tokens", 0) <= MAX_TOKENS, f"{trial.case.id} is larger than its site says"
+        for path, tensor in tensors(inputs):
+            if impl.views == "contiguous" and not tensor.is_contiguous():
+                raise Unsupported(f"{path} is strided; it takes contiguous tensors")
+            if impl.views == "rows" and tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+                raise Unsupported(f"{path} has a strided last axis; it takes dense rows")
+            offset = tensor.storage_offset() * tensor.element_size()
+            if impl.alignment > tensor.element_size() and _misaligned(tensor, offset, impl.alignment):
+                raise Unsupported(f"{path} starts or steps off a multiple of {impl.alignment} bytes, which it declares to need")
+
+    def _check(self, trial: Trial, name: str) -> CheckResult:
+        try:
+            scores = CHECKS[name](trial)
+        except (Unsupported, UncalibratedError):
+            raise
+        except CheckFailed as error:
+            ratios = [score.ratio for score in error.scores]
+            return CheckResult(name, False, max(ratios) if ratios else None, str(error))
+        except AssertionError:
+            raise
+        except (Exception, SystemExit) as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
+            return CheckResult(name, False, None, f"the call raised {type(error).__name__}: {error} ({place})")
+        ratios = [score.ratio for score in scores or ()]
+        return CheckResult(name, True, max(ratios) if ratios else None)
+
+
+def _misaligned(tensor: Tensor, offset: int, alignment: int) -> bool:
+    steps = [stride * tensor.element_size() for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return offset % alignment != 0 or any(step % alignment for step in steps[:-1])
+
+
+def torch_device_of(device: str) -> torch.device:
+    """The torch device of a m3hal device name."""
+    return Runner("reference", device).torch_device
+
+
+def declared(cases: Iterable[Case], runner: Runner) -> Mapping[str, Offer]:
+    """The offers that cases met, by operator; for coverage."""
+    found: dict[str, Offer] = {}
+    for case in cases:
+        try:
+            found.setdefault(case.operator, runner.offer(case.operator, case.site, case.layout))
+        except (Unsupported, M3halError):
+            continue
+    return found
+
+

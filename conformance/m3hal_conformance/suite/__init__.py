@@ -1,0 +1,44 @@
+"""Every case of the suite; one file per family of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+from m3hal import ops
+from m3hal_conformance.case import Case
+
+
+@cache
+def all_cases() -> tuple[Case, ...]:
+    """Every case, in the order of the operators."""
+    from m3hal_conformance.suite import (
+        attention,
+        kv_cache,
+        experts,
+        indexer,
+        insert,
+        norms,
+        projections,
+        ranking,
+        rope_activation,
+    )
+
+    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, experts, insert)
+    found = [case for module in modules for case in module.CASES]
+    return tuple(sorted(found, key=lambda case: ops.NAMES.index(case.operator)))
+
+
+def select(
+    *, operators: Iterable[str] = (), ids: Iterable[str] = (), quick: bool = False, layouts: Iterable[str] = ()
+) -> tuple[Case, ...]:
+    """The cases of some operators, with some ids (or the beginnings of ids), of ``--quick``."""
+    operators, ids, layouts = tuple(operators), tuple(ids), tuple(layouts)
+    return tuple(
+        case
+        for case in all_cases()
+        if (not operators or case.operator in operators)
+        and (not ids or any(case.id == i or case.id.startswith(i.rstrip("/") + "/") for i in ids))
+        and (not quick or case.quick)
+        and (not layouts or case.layout in layouts)
+    )

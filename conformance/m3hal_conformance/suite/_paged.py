@@ -1,0 +1,91 @@
+"""Paged inputs: requests in shuffled pages, caches whose every other byte is stale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from m3hal.layouts import KVLayout, PagedCache
+from m3hal_conformance.bounds import bits
+from m3hal_conformance.case import Rng, Site, dtype_of
+from m3hal_conformance.inputs import AttentionInputs, Batch, attention_inputs, batch
+
+Lengths = Sequence[tuple[int, int]]
+
+
+def requests(rng: Rng, lengths: Lengths, page: int, *, max_k: int = 0) -> Batch:
+    """Requests of (query tokens, tokens in all), in pages that the rng's ``pages`` knob shuffles."""
+    return batch(lengths, page, rng.page_generator, max_k=max_k)
+
+
+def kv_layout(site: Site, kind: str = "hnd") -> KVLayout:
+    return KVLayout(kind, site.kv_format, site.page_size, site.num_kv_heads, site.head_dim, True)  # type: ignore[arg-type]
+
+
+def index_layout(site: Site, kind: str = "hnd") -> KVLayout:
+    return KVLayout(kind, site.index_format, site.page_size, 1, site.index_dim, False)  # type: ignore[arg-type]
+
+
+def filled(
+    held: Batch, layout: KVLayout, keys: Sequence[Tensor], values: Sequence[Tensor] | None, rng: Rng, outer: int = 1
+) -> PagedCache:
+    """A cache with the requests' keys and values [S, H, D]; every other byte is the rng's ``stale``.
+
+    outer: > 1 takes every ``outer``-th page of a larger buffer, as a block-outer cache of several layers does.
+    """
+    cache = empty(layout, held.pages, rng, outer)
+    for request, (_, length) in enumerate(held.lengths):
+        if length:
+            slots = held.slots(request)
+            page, offset = slots // layout.page_size, slots % layout.page_size
+            cache.k[page, :, offset] = keys[request].to(cache.buf.dtype)
+            if values is not None:
+                cache.v[page, :, offset] = values[request].to(cache.buf.dtype)
+    return cache
+
+
+def empty(layout: KVLayout, pages: int, rng: Rng, outer: int = 1) -> PagedCache:
+    """A cache that holds nothing but stale bytes."""
+    cache = layout.empty(pages * outer)
+    if rng.stale == rng.stale:
+        cache.buf.fill_(rng.stale)
+    else:
+        bits(cache.buf).fill_(-1)
+    return replace(cache, buf=cache.buf[outer - 1 :: outer]) if outer > 1 else cache
+
+
+def block_inputs(rng: Rng, site: Site, held: Batch) -> AttentionInputs:
+    """The primitives' attention inputs in the site's dtype; in fp32 with bits that bf16 does not have."""
+    found = attention_inputs(
+        held, site.num_q_heads, site.num_kv_heads, site.head_dim, max(site.block_size, 128), rng.generator
+    )
+    if site.dtype != "float32":
+        return replace(found, q=found.q.to(dtype_of(site)))
+    fine = [[t * (1 + 1e-3 * rng.normal(*t.shape)) for t in part] for part in ([found.q], found.keys, found.values)]
+    return AttentionInputs(fine[0][0], fine[1], fine[2])
+
+
+def positions_of(held: Batch) -> Tensor:
+    """int64 [tokens]: position of each query token, 0 in a padded request."""
+    return held.meta.positions(held.tokens).clamp(min=0)
+
+
+def choose(rng: Rng, held: Batch, site: Site, *, count: int = 0) -> Tensor:
+    """int32 [T, Hkv, k]: for each token and kv head its own block and random others, ascending, -1 in the tail.
+
+    count: blocks besides the newest; 0: all that fit.
+    """
+    position = held.meta.positions(held.tokens)
+    ids = torch.full((held.tokens, site.num_kv_heads, site.top_k_blocks), -1, dtype=torch.int32)
+    for token in range(held.tokens):
+        newest = int(position[token]) // site.block_size
+        if int(position[token]) < 0:
+            continue
+        for group in range(site.num_kv_heads):
+            others = rng.permutation(newest)[: (count or site.top_k_blocks) - (0 if count else 1)]
+            chosen = torch.cat([others, torch.tensor([newest])]).sort().values[: site.top_k_blocks]
+            ids[token, group, : len(chosen)] = chosen.int()
+    return ids

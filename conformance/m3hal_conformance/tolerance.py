@@ -1,0 +1,78 @@
+"""Bounds, derived: ``c`` times the worst error of a legitimate low-precision evaluation, per operator, output, format
+and class of inputs. The measured errors are in ``calibration.json``; ``python -m m3hal_conformance.calibrate`` makes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from m3hal.ops import Operator
+from m3hal_conformance.compare import Bounds
+from m3hal_conformance.oracle import emulated_traits, tolerated_traits
+
+PATH = Path(__file__).with_name("calibration.json")
+
+#: Times the worst legitimate error. In bf16 the rounding of the output dominates, and it is the same for everyone; in
+#: fp32 the order of summation does, and kernels differ in it.
+C: Mapping[tuple[str, str], float] = {
+    ("row", "bfloat16"): 2.0,
+    ("row", "float32"): 6.0,
+    ("ulp", "bfloat16"): 1.5,
+    ("ulp", "float32"): 3.0,
+    ("regret", "bfloat16"): 2.0,
+    ("regret", "float32"): 6.0,
+}
+#: No bound is below these: the class itself grants one unit in the last place, and fp32's own rounding is 6e-8.
+LEAST = {"ulp": 1.0, "row": 2.0**-23, "regret": 2.0**-23}
+#: What a declared trait may cost against exact, relative L2. e4m3 has 3 mantissa bits: 2.5 % on a flat softmax of 2,048.
+CAP = {"row": 0.08, "ulp": 4.0, "regret": 0.02}
+#: Score distance that a ranking on fewer bits may miss, relative to the row's largest |score|.
+KEY_BITS = {"32": 0.0, "29": 2.0**-28, "16": 3.0 / 65534}
+
+
+class UncalibratedError(Exception):
+    """The suite holds no bound for a declared trait; the case is unsupported, never passed."""
+
+
+def bounds_for(operator: Operator, format: str, input_class: str, traits: Mapping[str, str], oracle: str) -> Bounds:
+    """The bounds of one case against an oracle, ``"exact"`` or ``"declared"``."""
+    profile = {**emulated_traits(operator, traits), **tolerated_traits(operator, traits)}
+    bits = profile.pop("topk_key_bits", "32")
+
+    def bound(output: str, metric: str) -> float:
+        if operator.name in ("topk_blocks", "merge_topk"):
+            return KEY_BITS[bits]
+        measured = _measured(operator.name, output, format, input_class, profile, oracle)
+        derived = max(C[metric, format] * measured, LEAST[metric])
+        return min(derived, CAP[metric]) + (KEY_BITS[bits] if metric == "regret" else 0.0)
+
+    return bound
+
+
+def key_of(operator: str, output: str, format: str, input_class: str, traits: Mapping[str, str]) -> str:
+    """The name of an entry of the calibration."""
+    suffix = "".join(f"+{name}={value}" for name, value in sorted(traits.items()))
+    return f"{operator}/{output}/{format}/{input_class}{suffix}"
+
+
+def _measured(
+    operator: str, output: str, format: str, input_class: str, traits: Mapping[str, str], oracle: str
+) -> float:
+    key = key_of(operator, output, format, input_class, traits)
+    entry = calibration().get(key)
+    if entry is None:
+        declared = ", ".join(f"{name}={value}" for name, value in traits.items()) or "no traits"
+        raise UncalibratedError(f"the suite holds no bound for {key} ({declared}); run m3hal_conformance.calibrate")
+    return float(entry[oracle])
+
+
+@cache
+def calibration() -> Mapping[str, Mapping[str, float]]:
+    """Entry -> worst error against the exact and the declared oracle."""
+    if not PATH.exists():
+        return {}
+    found: Mapping[str, Mapping[str, float]] = json.loads(PATH.read_text())["entries"]
+    return found

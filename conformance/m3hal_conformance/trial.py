@@ -1,0 +1,128 @@
+"""One case met by one implementation: inputs, oracles and calls, each made once and shared by the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from m3hal import ops
+from m3hal.dispatch import Bound, Impl
+from m3hal_conformance import oracle
+from m3hal_conformance.buckets import padded, trimmed
+from m3hal_conformance.case import Case, Inputs
+from m3hal_conformance.compare import Score, compare
+from m3hal_conformance.harness import Carved, Harness, Named, Outcome
+from m3hal_conformance.tolerance import bounds_for
+
+
+class CheckFailed(Exception):
+    """What an implementation got wrong, as a sentence. scores: comparisons that were made, worst included."""
+
+    def __init__(self, sentence: str, scores: list[Score] | None = None) -> None:
+        super().__init__(sentence)
+        self.scores = scores or []
+
+
+@dataclass
+class Trial:
+    """A case, the bound implementation, and what it declares about itself (None for a composition)."""
+
+    case: Case
+    bound: Bound
+    device: torch.device
+    impl: Impl = field(default_factory=lambda: Impl(""))
+    seed: int = 0
+
+    @cached_property
+    def operator(self) -> ops.Operator:
+        return ops.load(self.case.operator)
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        return self.case.inputs(self.seed)
+
+    @cached_property
+    def harness(self) -> Harness:
+        return Harness(self.operator, self.bound, self.device, self.case.lazy)
+
+    def call(self, inputs: Mapping[str, Any], which: int = 0) -> Outcome:
+        """One guarded call, its shapes padded to the implementation's buckets and the padding taken off again."""
+        given = padded(self.operator, inputs, self.impl.buckets)
+        return trimmed(self.operator, self.harness.call(given, which), inputs)
+
+    @cached_property
+    def first(self) -> Outcome:
+        """The main call; other poison than :attr:`second`."""
+        return self.call(self.inputs, 0)
+
+    @cached_property
+    def second(self) -> Outcome:
+        return self.call(self.inputs, 1)
+
+    @cached_property
+    def exact(self) -> Named:
+        return exact_of(self.case, self.seed)
+
+    @cached_property
+    def declared(self) -> Named | None:
+        return oracle.declared(self.operator, self.case.site, self.inputs, self.bound.traits)
+
+    def judge(self, actual: Named, rows: Any = None) -> list[Score]:
+        """Scores of outputs, all of them or some token rows, against the oracle that the traits permit.
+
+        Exact within the bound for no freedoms is always right. Otherwise a declared freedom must meet the reference
+        that takes it, tightly, and the exact oracle, loosely.
+        """
+        exact = picked(self.exact, rows)
+        tight = self._compare(actual, exact, {}, "exact")
+        profile = oracle.emulated_traits(self.operator, self.bound.traits) | oracle.tolerated_traits(
+            self.operator, self.bound.traits
+        )
+        if not profile or all(score.passed for score in tight):
+            return tight
+        loose = self._compare(actual, exact, self.bound.traits, "exact")
+        if self.declared is None:
+            return loose
+        near = self._compare(actual, picked(self.declared, rows), self.bound.traits, "declared")
+        return [*near, *(score for score in loose if not score.passed)]
+
+    def _compare(self, actual: Named, wanted: Named, traits: Mapping[str, str], name: str) -> list[Score]:
+        bounds = bounds_for(self.operator, self.case.format, self.case.input_class, traits, name)
+        return compare(self.operator, self.case.site, actual, wanted, bounds)
+
+    def require(self, actual: Named, what: str, rows: Any = None) -> list[Score]:
+        """The scores, when all are within their bounds. Raises CheckFailed with the worst otherwise."""
+        scores = self.judge(actual, rows)
+        failed = [score for score in scores if not score.passed]
+        if failed:
+            worst = max(failed, key=lambda score: score.ratio)
+            raise CheckFailed(f"{what}: {worst}", scores)
+        return scores
+
+    def carved(self, inputs: Mapping[str, Any]) -> Carved:
+        """The inputs in slabs, for checks that run more than once on the same memory."""
+        return self.harness.carve(padded(self.operator, inputs, self.impl.buckets), 0)
+
+
+def picked(values: Named, rows: Any) -> Named:
+    """The given token rows (first axis) of every tensor."""
+    return values if rows is None else {name: tensor[rows] for name, tensor in values.items()}
+
+
+_CASES: dict[tuple[str, int], Case] = {}
+
+
+def exact_of(case: Case, seed: int) -> Named:
+    """The exact oracle of a case, kept: every implementation, right or wrong, meets the same one."""
+    _CASES[case.id, seed] = case
+    return _exact(case.id, seed)
+
+
+@lru_cache(maxsize=4096)
+def _exact(case_id: str, seed: int) -> Named:
+    case = _CASES[case_id, seed]
+    return oracle.exact(ops.load(case.operator), case.site, case.inputs(seed))
