@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from m3hal import ops
 from m3hal.dispatch import admission, coverage, devices, layout, pin
@@ -165,15 +166,20 @@ class _Job:
 
     def _core(self, operator: str, site: str, row: Row) -> Choice:
         chosen, verdicts = _first(row)
-        reason = self._why(operator) if chosen else "no implementation was accepted"
+        reason = self._why(operator, chosen, verdicts) if chosen else "no implementation was accepted"
         return Choice(operator, site, chosen=chosen, reason=reason, verdicts=verdicts)
 
-    def _why(self, operator: str) -> str:
+    def _why(self, operator: str, chosen: Candidate, verdicts: Iterable[Verdict]) -> str:
+        """Who asked for the chosen one, or what became of those that would have come first."""
         if self.pins is not None:
             return "pinned"
         if operator in self.policy.overrides:
             return f"operators.{operator} {self.policy.told(f'operators.{operator}')}"
-        return f"backend {self.policy.told('backend')}"
+        before = {v.backend: v for v in takewhile(lambda verdict: not verdict.accepted, verdicts)}
+        passed_over = [f"{backend}: {verdict.reason}" for backend, verdict in before.items()]
+        named = takewhile(lambda name: not chosen.is_from(name), self.policy.order)
+        passed_over += [f"{name} has none" for name in named if name.name not in before]
+        return "; ".join(passed_over) or ("first choice" if self.policy.order else "highest priority")
 
     def _fused(self, operator: str, site: str, row: Row, core: Mapping[Key, Choice]) -> Choice:
         """The vendor's fused form, unless the policy overrides a part of it; else a composition of the plan's parts.
@@ -187,7 +193,8 @@ class _Job:
             row = [(c, c.verdict("policy", False, reason, site) if v.accepted else v) for c, v in row]
         chosen, verdicts = _first(row)
         if chosen:
-            return Choice(operator, site, chosen=chosen, reason=self._why(operator), verdicts=verdicts)
+            reason = self._why(operator, chosen, verdicts)
+            return Choice(operator, site, chosen=chosen, reason=reason, verdicts=verdicts)
         parts = {part: core.get((part, site)) for part in covers}
         lacking = [name for name, part in parts.items() if part is None or part.chosen is None]
         if lacking:

@@ -29,7 +29,7 @@ def rows_table(plan: Plan, width: int | None = None) -> str:
 def heading(plan: Plan) -> str:
     """What the plan is about, in a line or two."""
     assumed = "" if plan.present else " (not in this machine: libraries assumed, nothing probed)"
-    lines = [f"m3hal plan {plan.fingerprint} for {plan.device}{assumed}, backend {plan.policy.backend!r}"]
+    lines = [f"m3hal plan {plan.fingerprint} for {plan.device}{assumed}, backend {plan.policy.told('backend')}"]
     if plan.in_tree:
         return "\n".join([*lines, f"vLLM's in-tree model stays: {plan.reason}"])
     lines += [

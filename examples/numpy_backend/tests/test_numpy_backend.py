@@ -53,7 +53,7 @@ def test_is_the_operator(name: str, tokens: int) -> None:
 
 
 def test_plan_takes_it_where_it_can() -> None:
-    """It serves all it has in fp32; in bf16 its limit is the reason why the reference serves the norm."""
+    """It serves all it has in fp32; why the reference serves the rest stands in the plan, in bf16 its own limit."""
     assert {choice.operator for choice in PLAN.choices if choice.server == "numpy"} == set(MANIFEST.operators)
     assert PLAN.bind("select_blocks", "sparse_attention").backend == "reference+numpy"
     assert "numpy: rejected at limits: dtype is 'bfloat16'" in make_plan("bfloat16").explain("rms_norm")
