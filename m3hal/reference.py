@@ -13,7 +13,7 @@ from typing import Any
 
 from m3hal import ops
 from m3hal.dispatch.manifest import Impl, Manifest, one_of
-from m3hal.formats import FORMATS, PLAIN_FORMATS
+from m3hal.formats import FORMATS
 from m3hal.layouts import CACHE_FORMATS, PAGE_MAPS
 from m3hal.shape import Site
 
@@ -79,7 +79,7 @@ _FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "paged_attention": {"kv_format": _CACHES},
     "block_scores": {"index_format": _CACHES},
     "quantize": {"activation_format": tuple(FORMATS)},
-    "moe_experts": {"weight_format": PLAIN_FORMATS},
+    "moe_experts": {"weight_format": tuple(FORMATS)},
 }
 
 MANIFEST = Manifest(

@@ -43,9 +43,12 @@ def quantize(x: torch.Tensor, global_scale: torch.Tensor | None = None, quantize
     return _tensor(codes.masked_fill(codes == 8, 0), scale, global_scale)
 
 
-def global_scale_of(x: torch.Tensor) -> torch.Tensor:
-    """The fp32 global scale, a scalar, that puts the largest magnitude of ``x`` at the format's end (448 * 6)."""
-    amax = x.abs().amax().float()
+def global_scale_of(x: torch.Tensor, *, own: int = 0) -> torch.Tensor:
+    """The fp32 global scale that puts the largest magnitude of ``x`` at the format's end (448 * 6); 1 for zeros.
+
+    own: leading axes along which every entry gets a scale of its own, of as many axes as x; 0: one scalar for all.
+    """
+    amax = x.abs().amax(tuple(range(own, x.ndim)), keepdim=own > 0).float()
     return torch.where(amax == 0, 1.0, amax / (e4m3.OCP * e2m1.MAX))
 
 

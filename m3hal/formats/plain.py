@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from m3hal._lazy import torch
 
@@ -72,7 +73,7 @@ class QTensor:
     data: plain formats: the numbers. Others: uint8 codes (or a one-byte float dtype of the same bytes), with four-bit
         codes two to a byte, the even element in the low half.
     scale: one per group, shaped like data with the groups as last axis: E8M0 bytes (mxfp8, mxfp4), E4M3 bytes (nvfp4),
-        fp32 (fp8). global_scale: fp32, broadcasts against the numbers.
+        fp32 (fp8). global_scale: fp32, a scalar or as many axes as the numbers, against which it broadcasts.
 
     Scales are dequantisation multipliers, always; None where the format has none.
     """
@@ -81,6 +82,13 @@ class QTensor:
     spec: QSpec
     scale: torch.Tensor | None = None
     global_scale: torch.Tensor | None = None
+
+    def __getitem__(self, index: Any) -> QTensor:
+        """Entries of the leading axis, such as one expert of all: views, or copies for a tensor of indices."""
+        scale = None if self.scale is None else self.scale[index]
+        own = self.global_scale is not None and self.global_scale.ndim == self.data.ndim
+        global_scale = self.global_scale[index] if own and self.global_scale is not None else self.global_scale
+        return QTensor(self.data[index], self.spec, scale, global_scale)
 
 
 def spec_of(format: str) -> QSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from m3hal._lazy import torch
+from m3hal.formats import QTensor
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,16 @@ class SeqMeta:
 class ExpertWeights:
     """The routed experts of one layer on this rank, at the interface: ``[gate | up]`` halves, never interleaved.
 
-    w13: [E, 2*I, H], gate rows first, then up rows. w2: [E, H, I].
+    w13: [E, 2*I, H], gate rows first, then up rows. w2: [E, H, I]. In a storage format they are QTensors whose last
+        axis is that of the reduction; a global scale is [E, 1, 1], or [E, rows, 1] where gate and up differ.
+    x_scale, hidden_scale: fp32 scalars, the global scales with which a checkpoint wants the inputs of w13 and of w2
+        quantised (``input_scale``); None: the format's own way. Only where activations are quantised.
     """
 
-    w13: torch.Tensor
-    w2: torch.Tensor
+    w13: torch.Tensor | QTensor
+    w2: torch.Tensor | QTensor
+    x_scale: torch.Tensor | None = None
+    hidden_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,12 @@ NVFP4_QUANTIZER = Trait(
     True,
     "how NVFP4 codes are found: correctly rounded division, multiplication by a reciprocal, one global scale per token",
 )
+MX_SCALE_RULE = Trait(
+    "mx_scale_rule",
+    ("own", "ceil", "floor", "even"),
+    True,
+    "how the power-of-two scale of an MX block is rounded; own: ceil for mxfp8, even for mxfp4",
+)
 KV_SCALE_USED = Trait("kv_scale_used", ("yes", "no"), True, "whether an FP8 cache write divides by k_scale and v_scale")
 DOUBLE_ROUNDING = Trait(
     "double_rounding", ("no", "bfloat16"), True, "what a value is rounded to on its way to a narrower stored format"

@@ -2,6 +2,8 @@
 
     out[t] = sum_j weights[t, j] * w2[e] . swiglu_oai(w13[e] . x[t])       e = ids[t, j]
 
+Weights may be stored in any format; they enter with the numbers that they stand for. What the inputs of the two
+products are rounded to, if anything, is the trait ``activation_format``.
 Source: transformers ``MiniMaxM3VLExperts``, which sums in the dtype of x (trait ``combine_dtype``).
 """
 
@@ -9,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from m3hal import formats
 from m3hal._lazy import torch
+from m3hal.formats import QSpec, QTensor, e4m3, spec_of
 from m3hal.ops._batch import ExpertWeights
 from m3hal.ops._operator import Numeric, Operator, Trait
-from m3hal.ops._traits import BATCH_INVARIANT, EXACT, MMA_ACCUM
+from m3hal.ops._traits import BATCH_INVARIANT, EXACT, MMA_ACCUM, MX_SCALE_RULE, NVFP4_QUANTIZER
 from m3hal.ops.swiglu_oai import activate
 
 
@@ -33,7 +37,7 @@ def moe_experts(
         x: [T, H].
         weights: fp32 [T, k]; the routed scale is already in them.
         ids: int32 [T, k], experts of this rank, 0 <= id < E; -1 contributes nothing, whatever its weight holds.
-        experts: w13 [E, 2*I, H] and w2 [E, H, I].
+        experts: w13 [E, 2*I, H] and w2 [E, H, I], in any storage format.
         alpha, beta, limit: of the activation, as in ``swiglu_oai``.
 
     Returns:
@@ -41,13 +45,44 @@ def moe_experts(
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     combine = torch.bfloat16 if traits.get("combine_dtype") == "bfloat16" else compute
+    largest = torch.tensor(limit * (limit + beta), dtype=torch.float32, device=x.device)  # of |hidden|
+    rows = _rounded(x.to(compute), experts.x_scale, traits)
     out = torch.zeros(x.shape, dtype=combine, device=x.device)
     for expert in sorted(set(ids.flatten().tolist()) - {-1}):
         token, slot = torch.nonzero(ids == expert, as_tuple=True)
-        hidden = activate(x[token].to(compute) @ experts.w13[expert].to(compute).T, alpha, beta, limit)
-        part = hidden @ experts.w2[expert].to(compute).T * weights[token, slot, None].to(compute)
+        hidden = activate(rows[token] @ _numbers(experts.w13, expert, compute).T, alpha, beta, limit)
+        hidden = _rounded(hidden, experts.hidden_scale, traits, largest)
+        part = hidden @ _numbers(experts.w2, expert, compute).T * weights[token, slot, None].to(compute)
         out.index_add_(0, token, part.to(combine))
     return out.to(x.dtype)
+
+
+def _numbers(bank: torch.Tensor | QTensor, expert: int, compute: torch.dtype) -> torch.Tensor:
+    """One expert's matrix."""
+    if isinstance(bank, QTensor):
+        return formats.dequantize(bank[expert], compute)
+    return bank[expert].to(compute)
+
+
+def _rounded(
+    x: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    traits: Mapping[str, str],
+    largest: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What a product takes in place of ``x``, in x's dtype.
+
+    largest: of any |x|, where it is known; Gaudi 2 then uses one scale for all tokens.
+    """
+    format = traits.get("activation_format", "given")
+    if format == "given":
+        return x
+    spec = spec_of(format)
+    if format == "fp8_e4m3_240" and global_scale is None and largest is not None:
+        global_scale = largest / e4m3.GAUDI2
+    if global_scale is not None and format.startswith("fp8"):
+        spec = QSpec(format)
+    return formats.dequantize(formats.quantize(x, spec, global_scale, traits), x.dtype)
 
 
 def fake(
@@ -66,6 +101,15 @@ OPERATOR = Operator(
     sites=("moe",),
     group="weight",
     traits=(
+        Trait(
+            "activation_format",
+            ("given", "fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4"),
+            True,
+            "what the inputs of both products are rounded to: fp8 with a scale for each token, but with maximum 240 "
+            "the input of w2 has the scale limit * (limit + beta) / 240; a checkpoint's own scales win",
+        ),
+        NVFP4_QUANTIZER,
+        MX_SCALE_RULE,
         Trait("combine_dtype", ("float32", "bfloat16"), True, "what the experts' outputs are rounded to and summed in"),
         MMA_ACCUM,
         BATCH_INVARIANT,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from m3hal import formats
 from m3hal._lazy import torch
 from m3hal.formats import FORMATS, PLAIN_FORMATS, ROW, QTensor, plain_dtype, spec_of
-from m3hal.ops._operator import Numeric, Operator, Trait
-from m3hal.ops._traits import EXACT, NVFP4_QUANTIZER
+from m3hal.ops._operator import Numeric, Operator
+from m3hal.ops._traits import EXACT, MX_SCALE_RULE, NVFP4_QUANTIZER
 
 
 def quantize(x: torch.Tensor, *, activation_format: str, traits: Mapping[str, str] = EXACT) -> QTensor:
@@ -50,14 +50,6 @@ OPERATOR = Operator(
     fake=fake,
     numeric=Numeric("C1", "plain formats bit-exact"),
     sites=("dense_attention", "sparse_attention", "dense_mlp", "moe"),
-    traits=(
-        NVFP4_QUANTIZER,
-        Trait(
-            "mx_scale_rule",
-            ("own", "ceil", "floor", "even"),
-            True,
-            "how the power-of-two scale of an MX block is rounded; own: ceil for mxfp8, even for mxfp4",
-        ),
-    ),
+    traits=(NVFP4_QUANTIZER, MX_SCALE_RULE),
     source="m3hal formats",
 )

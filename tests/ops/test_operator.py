@@ -32,6 +32,7 @@ VOCABULARY = {
     "kv_dequant_round",
     "mma_accum",
     "combine_dtype",
+    "activation_format",
     "topk_key_bits",
     "mx_scale_rule",
     "nvfp4_quantizer",
@@ -40,8 +41,15 @@ VOCABULARY = {
     "batch_invariant",
 }
 
-#: those that only show in quantised formats; the tests of kv_write and quantize show them
-OF_FORMATS = {"nvfp4_quantizer", "kv_scale_used", "double_rounding", "mx_scale_rule", "kv_dequant_round"}
+#: those that only show in quantised formats; the tests of formats, quantised caches and expert formats show them
+OF_FORMATS = {
+    "activation_format",
+    "nvfp4_quantizer",
+    "kv_scale_used",
+    "double_rounding",
+    "mx_scale_rule",
+    "kv_dequant_round",
+}
 
 
 def arguments(name, tokens, dtype):
