@@ -33,6 +33,7 @@ MAX_CONTEXT = 2048
 MAX_SEQS = 4
 START_TIMEOUT = 240  # seconds
 REMEDIES = {
+    "failed to be inspected": "m3hal's plugin was not loaded; unset VLLM_PLUGINS, or name m3hal in it.",
     "No module named 'vllm'": "vLLM is not installed here; run `make setup`, or see docs/serving.md.",
     "torchvision::nms": "torchvision does not fit this PyTorch; `pip uninstall torchvision torchaudio torchcodec`.",
     "libtorch_cuda": "a CUDA build of PyTorch or vLLM is installed; run `make clean setup`.",
@@ -92,7 +93,9 @@ def run(work: Path, max_tokens: int, say: Clock) -> bool:
     with _oracle(work, checkpoint, prompt, max_tokens) as oracle, _server(work, checkpoint) as (server, url):
         say(f"transformers decodes {max_tokens} tokens in the background; vLLM's OpenAI server starts on the CPU")
         _await_server(server, url, work / "server.log", say)
-        say(f"stock vLLM serves {url}; it continues a prompt of {len(prompt)} tokens, of which MSA reads 256 at a time:")
+        say(
+            f"stock vLLM serves {url}; it continues a prompt of {len(prompt)} tokens, of which MSA reads 256 at a time:"
+        )
         tokens = _stream(url, str(checkpoint), prompt, max_tokens)
         _show_plan(work / "server.log", say)
         expected = _await_oracle(oracle, work, say)

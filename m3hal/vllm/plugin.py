@@ -78,6 +78,10 @@ def _register() -> None:
             ModelRegistry.models[architecture] = fallback(entry, ModelRegistry.models[OURS])
 
 
+def _has_torchvision() -> bool:
+    return importlib.util.find_spec("torchvision") is not None
+
+
 def _fallback_class() -> type:
     """The registry entry class; made once, and only where vLLM can be imported."""
     global _FALLBACK
@@ -96,7 +100,7 @@ def _fallback_class() -> type:
             ours: Any
 
             def inspect_model_cls(self) -> Any:
-                if importlib.util.find_spec("torchvision") is None:  # spares a 15 s subprocess that can't succeed
+                if not _has_torchvision():  # spares a 15 s subprocess that can't succeed
                     return self.ours.inspect_model_cls()
                 try:
                     return self.stock.inspect_model_cls()

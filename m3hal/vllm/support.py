@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from m3hal.formats import PLAIN_FORMATS
+#: of activations and of KV caches
+FORMATS = ("float32", "bfloat16")
 
 
 def refusals(vllm_config: Any) -> Iterator[str]:
@@ -29,15 +30,15 @@ def dtype_name(dtype: Any) -> str:
 def _cache(vllm_config: Any) -> Iterator[str]:
     cache, model = vllm_config.cache_config, vllm_config.model_config
     block = model.hf_text_config.sparse_attention_config["sparse_block_size"]
-    formats = " or ".join(PLAIN_FORMATS)
+    formats = " or ".join(FORMATS)
     if cache.user_specified_block_size and cache.block_size != block:
         yield (
             f"MiniMax-M3 needs one sparse block per page: --block-size {cache.block_size} differs from the model's "
             f"sparse_block_size {block}; leave --block-size out or set it to {block}."
         )
-    if dtype_name(model.dtype) not in PLAIN_FORMATS:
+    if dtype_name(model.dtype) not in FORMATS:
         yield f"m3hal computes in {formats}; --dtype is {dtype_name(model.dtype)}."
-    elif kv_format(vllm_config) not in PLAIN_FORMATS:
+    elif kv_format(vllm_config) not in FORMATS:
         yield f"m3hal's KV cache holds {formats}; --kv-cache-dtype {cache.cache_dtype} is not supported, use 'auto'."
 
 

@@ -62,9 +62,7 @@ def _check_experts(model: nn.Module, loaded: set[str]) -> None:
         if isinstance(layer, M3MoE):
             wanted = {f"{path}.experts.{e}.{w}.weight" for e in range(len(layer.w13)) for w in ("w1", "w2", "w3")}
             if missing := sorted(wanted - loaded):
-                raise ValueError(
-                    f"m3hal: the checkpoint lacks {len(missing)} expert tensors, the first is {missing[0]}"
-                )
+                raise ValueError(f"the checkpoint lacks {len(missing)} expert tensors, among them {missing[0]}")
 
 
 def _load_expert(model: nn.Module, name: str, weight: torch.Tensor) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -33,7 +34,7 @@ def intervals(llm: Any, prompt: list[int], tokens: int) -> list[float]:
     while engine.has_unfinished_requests():
         engine.step()
         ends.append(time.perf_counter())
-    return [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
+    return [later - earlier for earlier, later in itertools.pairwise(ends)]
 
 
 if __name__ == "__main__":

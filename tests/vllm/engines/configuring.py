@@ -1,0 +1,193 @@
+"""No engine: what becomes of many settings in vLLM's front-end process, where a user would see it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from _engine import POLICY, main
+from vllm import ModelRegistry
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+import m3hal
+from m3hal.vllm import plugin
+from m3hal.vllm.moe import M3MoE
+from m3hal.vllm.planning import make_plan, policy_of
+from m3hal.vllm.support import refusals
+from m3hal.vllm.weights import load_checkpoint
+
+TEXT, VISION = plugin.PUBLISHED
+ABSENT = m3hal.Manifest(
+    name="absent",
+    vendor="m3hal tests",
+    api=">=1,<2",
+    devices=("cpu",),
+    probe=f"{__name__}:probe",
+    operators={"rms_norm": (m3hal.Impl(f"{__name__}:probe"),)},
+)
+
+
+def probe(device: str) -> str | None:
+    return "its accelerator card is not plugged in"
+
+
+@dataclass
+class Asker:
+    """Makes vLLM's configuration for the tiny checkpoint and records, by case, what became of it."""
+
+    checkpoint: str
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, case: str, **settings: Any) -> Any:
+        defaults = {"dtype": "float32", "max_model_len": 2048, "additional_config": POLICY}
+        with mock.patch.object(plugin.logger, "warning") as warning:
+            try:
+                config = EngineArgs(self.checkpoint, **{**defaults, **settings}).create_engine_config()
+            except Exception as error:
+                config, outcome = None, {"error": str(error)}
+            else:
+                outcome = described(config)
+        said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+        self.found[case] = {**outcome, "warnings": said}
+        return config
+
+
+def described(config: Any) -> dict[str, Any]:
+    model = config.model_config
+    return {
+        "architecture": model.architecture,
+        "architectures": model.hf_config.architectures,
+        "class": model._model_info.architecture,
+        "multimodal": model.is_multimodal_model,
+        "block_size": config.cache_config.block_size,
+        "additional_config": config.additional_config,
+    }
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    m3hal.register(ABSENT)
+    ask = Asker(job["checkpoint"])
+    config = ask("served")
+    try:
+        make_plan(config, replace(policy_of(config), fingerprint="0123456789abcdef"))
+    except m3hal.M3halError as error:
+        ask.found["another plan on a rank"] = {"error": str(error)}
+    # vLLM itself fails on M3's drafters where it can't inspect its in-tree classes, so the refusal is asked directly.
+    config.speculative_config = mock.Mock(method="mtp")
+    ask.found["speculation"] = {"error": next(refusals(config))}
+    refused(ask)
+    left_alone(ask)
+    ask.found["loading"] = loading()
+    ask.found["register again"] = registered_again()
+    return ask.found
+
+
+def refused(ask: Asker) -> None:
+    ask("unknown backend", additional_config={"m3hal": {"backend": "refrence"}})
+    ask("unusable backend", additional_config={"m3hal": {"backend": "absent"}})
+    ask("unknown key", additional_config={"m3hal": {"backnd": "reference"}})
+    ask("not an object", additional_config={"m3hal": "reference"})
+    ask("page size", block_size=64)
+    ask("kv format", kv_cache_dtype="fp8")
+    ask("dtype", dtype="float16")
+    ask("pipeline parallelism", pipeline_parallel_size=2)
+    ask("expert parallelism", tensor_parallel_size=2, enable_expert_parallel=True)
+    ask("lora", enable_lora=True)
+    ask("another router", hf_overrides={"text_config": {"scoring_func": "softmax"}})
+    with mock.patch("vllm.__version__", "0.34.1"):
+        ask("version")
+    with entry(VISION, Entry("other_vendor.model", "Other")):
+        ask("another plugin")
+        ask("another plugin, m3hal not asked for", additional_config={})
+
+
+def left_alone(ask: Asker) -> None:
+    ask("not asked for, stock class broken", additional_config={})
+    working = replace(ModelRegistry.models[VISION], stock=Entry("vllm.models.minimax_m3", "Stock"))
+    with entry(VISION, working), mock.patch.object(plugin, "_has_torchvision", return_value=True):
+        ask("not asked for", additional_config={})
+        ask("backend vllm", additional_config={"m3hal": {"backend": "vllm"}})
+        ask("asked for, stock class works")
+        with mock.patch.dict(os.environ, {"M3HAL_BACKEND": "reference"}):
+            ask("asked for by the environment", additional_config={})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A multimodal model in vLLM's registry that can be inspected."""
+
+    module_name: str
+    class_name: str
+
+    def inspect_model_cls(self) -> Any:
+        info = ModelRegistry.models[plugin.OURS].inspect_model_cls()
+        return replace(info, architecture=self.class_name, supports_multimodal=True)
+
+    def load_model_cls(self) -> Any:
+        return torch.nn.Module
+
+
+@contextmanager
+def entry(architecture: str, new: Any) -> Iterator[None]:
+    """Another entry in vLLM's registry, for a while."""
+    old = ModelRegistry.models[architecture]
+    ModelRegistry.models[architecture] = new
+    try:
+        yield
+    finally:
+        ModelRegistry.models[architecture] = old
+
+
+def loading() -> dict[str, Any]:
+    """A model of one embedding and one expert layer, and checkpoints that fit it more or less."""
+    model = torch.nn.Module()
+    model.embed = torch.nn.Embedding(2, 3)
+    model.moe = M3MoE.__new__(M3MoE)
+    torch.nn.Module.__init__(model.moe)
+    model.moe.w13, model.moe.w2 = torch.nn.Parameter(torch.zeros(1, 4, 3)), torch.nn.Parameter(torch.zeros(1, 3, 2))
+    model.moe.rows = 2
+    whole = {
+        "language_model.embed.weight": torch.ones(2, 3),
+        "vision_tower.vision_model.pre_layrnorm.weight": torch.ones(1),
+        "language_model.mtp.0.weight": torch.ones(1),
+        "language_model.moe.experts.0.w1.weight": torch.full((2, 3), 1.0),
+        "language_model.moe.experts.0.w3.weight": torch.full((2, 3), 3.0),
+        "language_model.moe.experts.0.w2.weight": torch.full((3, 2), 2.0),
+    }
+    found: dict[str, Any] = {}
+    with mock.patch("m3hal.vllm.moe.get_tensor_model_parallel_rank", return_value=0):
+        found["loaded"] = sorted(load_checkpoint(model, whole.items()))
+        found["w13"], found["w2"] = model.moe.w13[0, :, 0].tolist(), model.moe.w2[0, 0].tolist()
+        for case, weights in (
+            ("unknown", {**whole, "language_model.mystery.weight": torch.ones(1)}),
+            ("missing", {name: weight for name, weight in whole.items() if ".w3." not in name}),
+        ):
+            try:
+                load_checkpoint(model, weights.items())
+            except ValueError as error:
+                found[case] = str(error)
+    return found
+
+
+def registered_again() -> dict[str, Any]:
+    """Registering twice more changes neither table; a registration that breaks says so and returns."""
+    before = dict(ModelRegistry.models), dict(MODELS_CONFIG_MAP)
+    plugin.register()
+    plugin.register()
+    unchanged = before == (dict(ModelRegistry.models), dict(MODELS_CONFIG_MAP))
+    with (
+        mock.patch.object(plugin, "_register", side_effect=RuntimeError("a broken import")),
+        mock.patch.object(plugin.logger, "warning") as warning,
+    ):
+        plugin.register()
+    return {"unchanged": unchanged, "warnings": [call.args[0] % call.args[1:] for call in warning.call_args_list]}
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,126 @@
+"""Who serves, and what is refused before an engine starts; one process asks vLLM's own configuration many times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+PUBLISHED = "MiniMaxM3SparseForConditionalGeneration"
+OURS = "M3HalForCausalLM"
+
+
+@pytest.fixture(scope="module")
+def found(engine: Any, checkpoint: Any) -> Any:
+    return engine("configuring", checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("unknown backend", "no backend 'refrence' is installed. Did you mean 'reference'?"),
+        (
+            "unusable backend",
+            "backend 'absent' is not usable on cpu: in-process: its accelerator card is not plugged in",
+        ),
+        ("unknown key", "'backnd' from the engine's additional_config['m3hal'] is no key of m3hal's configuration."),
+        ("not an object", "must be an object such as"),
+        ("page size", "--block-size 64 differs from the model's sparse_block_size 128"),
+        ("kv format", "m3hal's KV cache holds float32 or bfloat16; --kv-cache-dtype fp8 is not supported"),
+        ("dtype", "m3hal computes in float32 or bfloat16; --dtype is float16"),
+        ("pipeline parallelism", "does not support pipeline parallelism"),
+        ("expert parallelism", "does not support expert parallelism"),
+        ("lora", "does not support LoRA"),
+        ("speculation", "does not support speculative decoding other than 'ngram'"),
+        ("another router", "implements MiniMax-M3 with scoring_func 'sigmoid'; this checkpoint has 'softmax'"),
+        ("version", "vLLM 0.34.1 is outside the supported range >=0.32,<0.34"),
+        ("another plugin", f"{PUBLISHED} is held by another vLLM plugin, other_vendor.model"),
+        ("another plan on a rank", "the engine's front end planned 0123456789abcdef"),
+    ],
+)
+def test_refusal_is_one_sentence(found: Any, case: str, sentence: str) -> None:
+    """The message names what is wrong, on one line."""
+    message = found[case]["error"]
+    assert sentence in message
+    assert "\n" not in message
+
+
+def test_served_by_m3hal(found: Any) -> None:
+    """Asked for, the configuration carries m3hal's architecture, a page of one block, and the plan's fingerprint."""
+    served = found["served"]
+    assert (served["architecture"], served["architectures"], served["class"]) == (OURS, [OURS], OURS)
+    assert served["block_size"] == 128
+    assert len(served["additional_config"]["m3hal"].pop("fingerprint")) == 16
+    assert served["additional_config"] == {"m3hal": {"backend": "reference"}}
+
+
+def test_a_different_plan_names_both(found: Any) -> None:
+    """A rank whose plan differs from the front end's stops, and says both fingerprints."""
+    assert "this process plans" in found["another plan on a rank"]["error"]
+
+
+@pytest.mark.parametrize("case", ["asked for, stock class works", "asked for by the environment"])
+def test_served_by_m3hal_as_text_only(found: Any, case: str) -> None:
+    """Also where vLLM could serve images with its own class; then nothing multimodal stays in the configuration."""
+    assert (found[case]["architecture"], found[case]["class"], found[case]["multimodal"]) == (OURS, OURS, False)
+
+
+@pytest.mark.parametrize("case", ["not asked for", "backend vllm"])
+def test_stock_model_stays(found: Any, case: str) -> None:
+    """Without a word about m3hal, or with backend 'vllm', vLLM's class, name and images stay, and nothing is said."""
+    kept = found[case]
+    assert (kept["architecture"], kept["architectures"], kept["class"]) == (PUBLISHED, [PUBLISHED], "Stock")
+    assert kept["multimodal"] is True
+    assert "fingerprint" not in str(kept["additional_config"])
+    assert kept["warnings"] == []
+
+
+def test_stock_failure_stays(found: Any) -> None:
+    """Where vLLM can't inspect its own class, it still says so itself when m3hal is not asked for."""
+    outcome = found["not asked for, stock class broken"]
+    if "error" not in outcome:  # this vLLM's own class is usable here
+        assert outcome["class"] != OURS
+        return
+    assert f"Model architectures ['{PUBLISHED}'] failed to be inspected" in outcome["error"]
+
+
+def test_other_plugin_is_only_named_when_not_asked_for(found: Any) -> None:
+    """A model that another plugin holds is left to it, with one warning that names it."""
+    outcome = found["another plugin, m3hal not asked for"]
+    assert outcome["class"] == "Other"
+    assert outcome["warnings"] == [f"m3hal is installed, but other_vendor.model of another plugin holds {PUBLISHED}."]
+
+
+def test_registering_is_idempotent_and_never_raises(found: Any) -> None:
+    """vLLM may call it in each process, more than once, and dies of what it raises."""
+    again = found["register again"]
+    assert again["unchanged"] is True
+    assert again["warnings"] == ["m3hal is not available in this vLLM: RuntimeError: a broken import"]
+
+
+def test_weights_land_where_they_belong(found: Any) -> None:
+    """Gate above up; vision and MTP tensors are skipped; a tensor too many or too few is named."""
+    loading = found["loading"]
+    assert loading["loaded"] == ["embed.weight", "moe.w13", "moe.w2"]
+    assert (loading["w13"], loading["w2"]) == ([1.0, 1.0, 3.0, 3.0], [2.0, 2.0])
+    assert "language_model.mystery.weight has no place" in loading["unknown"]
+    assert "lacks 1 expert tensors, among them moe.experts.0.w3.weight" in loading["missing"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--block-size", "64"], "--block-size 64 differs from the model's sparse_block_size 128"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not supported"),
+    ],
+)
+def test_command_line_ends_with_the_sentence(python: Any, checkpoint: Any, arguments: list[str], sentence: str) -> None:
+    """The server exits with 1 before an engine starts, and the last line it prints is the sentence."""
+    server = ["-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--max-model-len", 2048]
+    server += ["--dtype", "float32", "--additional-config", '{"m3hal": {"backend": "reference"}}', *arguments]
+    done = python(*server, check=False)
+    assert done.returncode == 1
+    assert sentence in done.stderr.strip().splitlines()[-1]
+    assert "EngineCore" not in done.stdout + done.stderr
