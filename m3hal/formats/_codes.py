@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from m3hal._lazy import torch
 
 
@@ -22,17 +24,18 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def nearest(x: torch.Tensor, magnitudes: tuple[float, ...]) -> torch.Tensor:
-    """uint8 index of the magnitude nearest to |x|; a tie goes to the even index; beyond the last: the last.
+def nearest(x: torch.Tensor, mantissa_bits: int, min_exponent: int, largest: float) -> torch.Tensor:
+    """uint8 code of the number nearest to |x|, ties to even, beyond ``largest`` the code of that; 0 for NaN.
 
-    ``magnitudes`` ascend from 0. NaN gives the last, and the caller has to say what it wants.
+    The numbers are those of a float with so many mantissa bits whose smallest normal one is ``2**min_exponent``. In
+    each binade they are equally spaced, and codes count them from 0 up, across the binades.
     """
-    listed = torch.tensor(magnitudes, dtype=torch.float64, device=x.device)
-    middles = ((listed[1:] + listed[:-1]) / 2).to(x.dtype)  # exact: one bit more than the format's mantissa
-    distance = x.abs().contiguous()
-    below = torch.bucketize(distance, middles, out_int32=True)  # on a middle: the lower
-    above = torch.bucketize(distance, middles, out_int32=True, right=True)  # on a middle: the upper
-    return torch.where(below % 2 == 0, below, above).to(torch.uint8)
+    magnitude = x.abs().nan_to_num(nan=0.0).clamp(max=largest)
+    binade = torch.frexp(magnitude.clamp(min=2.0**min_exponent)).exponent - 1 - min_exponent
+    spacings = [2.0 ** (min_exponent - mantissa_bits + i) for i in range(int(math.log2(largest)) - min_exponent + 1)]
+    spacing = look_up(binade, torch.tensor(spacings, dtype=x.dtype, device=x.device))
+    codes: torch.Tensor = binade * 2**mantissa_bits + torch.round(magnitude / spacing)
+    return codes.to(torch.uint8)
 
 
 def with_sign(codes: torch.Tensor, x: torch.Tensor, sign: int) -> torch.Tensor:
@@ -42,7 +45,7 @@ def with_sign(codes: torch.Tensor, x: torch.Tensor, sign: int) -> torch.Tensor:
 
 def look_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """``table[codes]``; rows of a table with two axes become the last axis."""
-    return table[as_bytes(codes).int()]
+    return torch.index_select(table, 0, codes.flatten().int()).reshape(codes.shape + table.shape[1:])
 
 
 def grouped(x: torch.Tensor, group: int) -> torch.Tensor:

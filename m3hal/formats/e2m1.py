@@ -21,12 +21,13 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     The sign of zero survives. NaN becomes +6, as the conversion instruction of Blackwell makes it.
     """
     x = wide(x)
-    return with_sign(nearest(x, MAGNITUDES), x, 8).masked_fill(x.isnan(), 7)
+    codes = nearest(x, mantissa_bits=1, min_exponent=0, largest=MAX)
+    return with_sign(codes, x, 8).masked_fill(x.isnan(), 7)
 
 
 def decode(codes: torch.Tensor) -> torch.Tensor:
     """fp32 numbers of codes 0..15, one to a byte."""
-    return look_up(codes, _table(codes.device))
+    return look_up(as_bytes(codes), _table(codes.device))
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -44,7 +45,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 def decode_packed(packed: torch.Tensor) -> torch.Tensor:
     """fp32 [..., n] of [..., n / 2] bytes."""
-    return look_up(packed, _pairs(packed.device)).flatten(-2)
+    return look_up(as_bytes(packed), _pairs(packed.device)).flatten(-2)
 
 
 @cache

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Literal
 
 from m3hal._lazy import torch
-from m3hal.formats._codes import look_up, nearest, wide, with_sign
+from m3hal.formats._codes import as_bytes, look_up, nearest, wide, with_sign
 
 Maximum = Literal[448, 240]
 OCP: Maximum = 448
@@ -27,12 +27,13 @@ def encode(x: torch.Tensor, maximum: Maximum = OCP) -> torch.Tensor:
     The sign of zero survives; NaN becomes 0x7F in both ranges.
     """
     x = wide(x)
-    return with_sign(nearest(x, _magnitudes(maximum)), x, 0x80).masked_fill(x.isnan(), NAN)
+    codes = nearest(x, mantissa_bits=3, min_exponent=-6, largest=maximum)
+    return with_sign(codes, x, 0x80).masked_fill(x.isnan(), NAN)
 
 
 def decode(codes: torch.Tensor, maximum: Maximum = OCP) -> torch.Tensor:
     """fp32 numbers of uint8 codes."""
-    return look_up(codes, _table(codes.device, maximum))
+    return look_up(as_bytes(codes), _table(codes.device, maximum))
 
 
 def rounded(x: torch.Tensor, maximum: Maximum = OCP) -> torch.Tensor:
@@ -41,15 +42,10 @@ def rounded(x: torch.Tensor, maximum: Maximum = OCP) -> torch.Tensor:
 
 
 @cache
-def _magnitudes(maximum: Maximum) -> tuple[float, ...]:
+def _table(device: torch.device, maximum: Maximum) -> torch.Tensor:
     subnormal = [mantissa * TINY for mantissa in range(8)]
     normal = [(8 + mantissa) * TINY * 2.0**exponent for exponent in range(15) for mantissa in range(8)]
-    return tuple(value for value in subnormal + normal if value <= maximum)
-
-
-@cache
-def _table(device: torch.device, maximum: Maximum) -> torch.Tensor:
-    finite = _magnitudes(maximum)
+    finite = [value for value in subnormal + normal if value <= maximum]
     beyond = [] if maximum == OCP else [float("inf")]
     half = [*finite, *beyond, *[float("nan")] * (128 - len(finite) - len(beyond))]
     positive = torch.tensor(half, dtype=torch.float32, device=device)

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Literal
 
 from m3hal._lazy import torch
-from m3hal.formats._codes import look_up
+from m3hal.formats._codes import as_bytes, look_up
 
 BIAS = 127
 NAN = 255
@@ -20,7 +20,7 @@ Rule = Literal["ceil", "floor", "even"]
 
 def decode(codes: torch.Tensor) -> torch.Tensor:
     """fp32 scales; code 0 is 2**-127, a subnormal number."""
-    return look_up(codes, _table(codes.device))
+    return look_up(as_bytes(codes), _table(codes.device))
 
 
 def encode(exponent: torch.Tensor) -> torch.Tensor:
