@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from m3hal._lazy import torch
 from m3hal.ops._traits import EXACT
 
+#: queries at a time, so that their scores stay in a CPU's cache and a long prefill in memory
+TILE = 128
+
 
 def masked_attention(
     q: torch.Tensor,
@@ -23,13 +26,21 @@ def masked_attention(
     Returns out [T, G, Hg, D] and the natural-log lse [T, G, Hg]; a row that sees no key gives zeros and -inf. A hidden
     key contributes nothing, whatever its bytes hold.
     """
+    tiles = zip(torch.split(q, TILE), torch.split(visible, TILE), strict=True)
+    parts = [_attend(rows, k, v, seen, scale, traits.get("p_dtype", "float32")) for rows, seen in tiles]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, p_dtype: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     scores = torch.einsum("tghd,gsd->tghs", q, k) * scale
     scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
     seen = visible.any(-1)[:, :, None, None]
     top = torch.where(seen, scores.amax(-1, keepdim=True), 0.0)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
-    mixed = _weighted_sum(_rounded(weights, traits.get("p_dtype", "float32")), v)
+    mixed = _weighted_sum(_rounded(weights, p_dtype), v)
     return mixed / torch.where(seen, total, 1.0), (total.log() + top).squeeze(-1)
 
 
