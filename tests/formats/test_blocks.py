@@ -245,3 +245,20 @@ def test_what_does_not_fit_is_refused() -> None:
     for format in ("mxfp8", "fp8_e4m3", "float32"):
         with pytest.raises(ValueError, match="has no global scale"):
             formats.quantize(torch.zeros(2, 32), spec_of(format), torch.tensor(1.0))
+
+
+def test_every_product_of_code_and_scale_rounded_to_e4m3() -> None:
+    """All codes at all positive scales, as FP8 tensor cores take them; with the shift by 8 too; by ml_dtypes."""
+    scale = np.arange(1, 0x7F, dtype=np.uint8)
+    packed = np.tile(np.arange(16, dtype=np.uint8).reshape(8, 2) @ np.array([1, 16], np.uint8), (len(scale), 1))
+    q = QTensor(torch.from_numpy(packed), spec_of("nvfp4"), torch.from_numpy(scale[:, None]))
+    code, factor = decode_e2m1(packed), decode_e4m3(scale)[:, None]
+    product = decode_e4m3(encode_e4m3(code * factor, 448))
+    eighth = decode_e4m3(encode_e4m3(factor / 8, 448))
+    shifted = decode_e4m3(encode_e4m3(code * eighth, 448)) * 8
+    assert (formats.dequantize(q, product="e4m3").numpy() == product).all()
+    assert (formats.dequantize(q, product="e4m3_shift3").numpy() == shifted).all()
+    exact = formats.dequantize(q).numpy()
+    reachable = (code > 0) & (exact <= 448)
+    assert (reachable.sum(), ((product != exact) & reachable).sum()) == (819, 212)
+    assert np.abs(product / np.where(exact == 0, 1, exact) - 1)[reachable & (exact >= 2.0**-6)].max() < 0.0626
