@@ -40,6 +40,7 @@ class Bound:
     update_weights: Callable[[Any, int, Any], None] | None = None
     unpack: Callable[[Any], Any] | None = None
     traits: Mapping[str, str] = field(default_factory=dict)
+    traceable: bool = True
 
 
 def bind(plan: Plan, choice: Choice) -> Bound:
@@ -66,6 +67,7 @@ def _bind_chosen(candidate: Candidate, site: Site) -> Bound:
         backend=candidate.backend,
         impl_id=candidate.impl_id,
         traits=dict(candidate.impl.traits),
+        traceable=candidate.impl.traceable,
         **{name: getattr(kernel, name) for name in _KERNEL},
     )
 

@@ -105,6 +105,8 @@ class Impl:
     memory: who owns scratch memory. ``caller``: the kernel states ``workspace_bytes``. ``self``: a closed library or
         another array runtime. ``graph``: an object with a lifetime (symmetric buffers).
     files: package files besides the factory's own module that the implementation consists of; ``impl_id`` hashes them.
+    traceable: whether ``torch.compile`` may look inside, as it may where all is torch operators and Triton kernels.
+        Anything else becomes one opaque call where the engine compiles what surrounds it.
 
     What it can't take, so that conformance asks for the rest only (each narrows the contract, and shows in a claim):
     alignment: bytes that the address of every tensor is a multiple of; 1: none asked. views: inputs may have any
@@ -121,6 +123,7 @@ class Impl:
     rungs: tuple[Rung, ...] = ()
     predicate: str | None = None
     files: tuple[str, ...] = ()
+    traceable: bool = True
     alignment: int = 1
     views: Views = "strided"
     zero_tokens: bool = True

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from m3hal import ops
+
+if TYPE_CHECKING:
+    from m3hal.dispatch import Bound
+
 _LIBRARY = torch.library.Library("m3hal", "FRAGMENT")
+_CALLS = itertools.count()
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -19,3 +28,18 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, fake, "Meta")
+
+
+def call(bound: Bound, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` of a core operator that takes and returns tensors, as a torch operator of its own; without ``out``.
+
+    Every rank of an engine makes the same ones in the same order, so their names, which compiled graphs hold, agree.
+    """
+    operator = ops.load(bound.operator)
+    count = str(inspect.signature(operator.fake).return_annotation).count("Tensor")
+    returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    inputs = ", ".join(f"Tensor {name}" for name in operator.inputs)
+    name = f"{bound.operator}_{next(_CALLS)}"
+    define(f"{name}({inputs}) -> {returns}", run, partial(operator.fake, **operator.static_values(bound.site)))
+    made: Callable[..., Any] = getattr(torch.ops.m3hal, name)
+    return made

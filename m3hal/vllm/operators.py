@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from m3hal.vllm import opaque
+
 if TYPE_CHECKING:
     from m3hal.dispatch import Bound, Plan
     from m3hal.shape import Site, SiteKind
@@ -19,6 +21,8 @@ CALLED: dict[SiteKind, tuple[str, ...]] = {
     "dense_mlp": ("rms_norm", "add_rms_norm", "swiglu_oai"),
     "moe": ("rms_norm", "add_rms_norm", "route_topk", "moe_experts", "swiglu_oai"),
 }
+#: Those that ``torch.compile`` meets; the others run inside m3hal's own opaque operators.
+TRACED = ("rms_norm", "add_rms_norm", "swiglu_oai")
 
 
 class SiteOperators:
@@ -29,11 +33,17 @@ class SiteOperators:
         self.bound: dict[str, Bound] = {name: plan.bind(name, kind) for name in CALLED[kind]}
         size = max(bound.workspace_bytes for bound in self.bound.values())
         self._workspace = torch.empty(size, dtype=torch.uint8)  # on the device that vLLM builds the model on
+        self._run: dict[str, Callable[..., Any]] = {}
 
     def run(self, operator: str) -> Callable[..., Any]:
         """The implementation's own callable; with the workspace attached if it asked for one."""
-        bound = self.bound[operator]
-        return partial(bound.run, workspace=self._workspace) if bound.workspace_bytes else bound.run
+        if operator not in self._run:
+            self._run[operator] = self._callable(self.bound[operator])
+        return self._run[operator]
+
+    def _callable(self, bound: Bound) -> Callable[..., Any]:
+        run = partial(bound.run, workspace=self._workspace) if bound.workspace_bytes else bound.run
+        return run if bound.traceable or bound.operator not in TRACED else opaque.call(bound, run)
 
 
 def operators_of(plan: Plan) -> dict[SiteKind, SiteOperators]:

@@ -6,8 +6,15 @@ FP32 = one_of("dtype", "float32")  # NumPy has no bfloat16
 
 
 def _numpy(kernel: str, *limits: Limit) -> tuple[Impl, ...]:
-    # memory: NumPy allocates its temporaries itself. files: edge.py is part of every kernel, so its bytes enter the id.
-    return (Impl(f"m3hal_example_numpy.kernels:{kernel}", limits=limits, memory="self", files=("edge.py",)),)
+    return (
+        Impl(
+            f"m3hal_example_numpy.kernels:{kernel}",
+            limits=limits,
+            memory="self",  # NumPy allocates its temporaries itself
+            files=("edge.py",),  # part of every kernel, so its bytes enter the id
+            traceable=False,  # torch.compile would rewrite NumPy to torch, and run something else
+        ),
+    )
 
 
 MANIFEST = Manifest(
