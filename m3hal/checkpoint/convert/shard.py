@@ -17,6 +17,7 @@ from m3hal.checkpoint.convert.profiles import Profile
 from m3hal.checkpoint.convert.quark import BLOCK, Located, Quantised
 
 _CHUNK = 1 << 19  # bytes read at once
+_FLOAT32_TOP = 254
 _BF16_FIELDS = (1, 254)  # exponent fields of BF16's normal numbers
 
 #: called with the number of bytes written since the last call
@@ -91,9 +92,9 @@ def read_scales(sources: Sources, matrix: Quantised) -> exact.Bytes:
 
 
 def _allowed(profile: Profile) -> tuple[int, int]:
-    """Biased exponents of a row's largest element for which the scale is usable."""
+    """Biased exponents of a row's largest element for which the scale is usable and the number is finite in float32."""
     low, high = exact.SCALE_RANGE
-    return low + profile.top, high + profile.top
+    return low + profile.top, min(high + profile.top, _FLOAT32_TOP)
 
 
 def _require_exact(matrix: Quantised, profile: Profile, row: int, codes: exact.Bytes, scales: exact.Bytes) -> None:
@@ -119,8 +120,8 @@ def _require_exact(matrix: Quantised, profile: Profile, row: int, codes: exact.B
     low, high = _allowed(profile)
     if not low <= hi <= high:
         raise InexactError(
-            f"{where}, block {hi_block} reaches 2^{hi - 127}; its scale would leave float32's normal range, which "
-            f"holds rows that reach 2^{low - 127} to 2^{high - 127}"
+            f"{where}, block {hi_block} reaches 2^{hi - 127}; number or scale would leave float32's normal range, "
+            f"which holds rows that reach 2^{low - 127} to 2^{high - 127}"
         )
 
 

@@ -1,0 +1,195 @@
+"""kill -9 at any moment, then --resume: the same bytes as without."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from m3hal.checkpoint.convert import GAUDI2, HOPPER, ConversionError, convert, run
+from m3hal.checkpoint.convert.journal import Journal
+from m3hal.checkpoint.synthetic import Synthetic, write
+from tests.checkpoint.conftest import SMALL, digest
+
+#: fewer, smaller shards than SMALL: what is tested is the moments between writes
+TINY = Synthetic(**{**vars(SMALL), "layers": 2, "experts": 2, "vocab": 8, "shard_bytes": 70_000})
+_FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven shards."""
+    return write(tmp_path_factory.mktemp("tiny") / "source", TINY)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What an undisturbed conversion writes."""
+    return digest(convert(tiny, tmp_path_factory.mktemp("whole") / "fp8", GAUDI2).target)
+
+
+def child(source: Path, target: Path, workers: int, before: Callable[[], None] = lambda: None) -> None:
+    """A conversion in a process of its own, quiet, in a process group of its own."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    before()
+    convert(source, target, GAUDI2, workers=workers, resume=True)
+
+
+def attempt(source: Path, target: Path, workers: int, delay: float, group: bool) -> bool:
+    """Starts, kills after a while the process or its whole group, and says whether it was killed before its end."""
+    process = _FORK.Process(target=child, args=(source, target, workers))
+    process.start()
+    process.join(delay)
+    if process.exitcode is None:
+        with contextlib.suppress(ProcessLookupError):
+            assert process.pid is not None
+            os.killpg(process.pid, signal.SIGKILL) if group else os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def test_fifty_random_kills(tiny: Path, whole: dict[str, str], tmp_path: Path) -> None:
+    """Chains of kills at random moments, of the process alone (its workers orphaned) or of all, until one finishes."""
+    rng = random.Random(7)
+    start = time.monotonic()
+    convert(tiny, tmp_path / "timed", GAUDI2, workers=2)
+    usual = time.monotonic() - start
+    kills = chains = 0
+    while kills < 55:
+        target = tmp_path / f"chain{chains}"
+        while attempt(tiny, target, rng.choice((1, 2)), rng.uniform(0.02, 0.8 * usual), rng.random() < 0.5):
+            kills += 1
+            assert not target.exists() or digest(target) == whole
+        convert(tiny, target, GAUDI2, resume=True)  # removes what a kill after the last rename leaves
+        assert digest(target) == whole
+        assert not target.with_name(target.name + ".converting").exists()
+        shutil.rmtree(target)
+        chains += 1
+    assert chains >= 2
+
+
+STEPS = ("rename", "fsync", "pwrite", "unlink", "rmdir")
+
+
+def die_at(step: int) -> None:
+    """Makes this process, not its workers, kill itself instead of its n-th operation that changes the disk."""
+    me, count = os.getpid(), 0
+
+    def dying(real: Callable[..., object]) -> Callable[..., object]:
+        def operation(*args: object, **keywords: object) -> object:
+            nonlocal count
+            if os.getpid() == me:
+                count += 1
+                if count == step:
+                    os.kill(me, signal.SIGKILL)
+            return real(*args, **keywords)
+
+        return operation
+
+    for name in STEPS:
+        setattr(os, name, dying(getattr(os, name)))
+
+
+def test_a_kill_before_every_step_of_the_main_process(tiny: Path, whole: dict[str, str], tmp_path: Path) -> None:
+    """Each fsync, rename, write and removal in turn is where it ends; no target then, or the whole one."""
+    step, killed = 0, True
+    while killed:
+        step += 1
+        target = tmp_path / f"step{step}"
+        process = _FORK.Process(target=child, args=(tiny, target, 2, partial(die_at, step)))
+        process.start()
+        process.join()
+        killed = process.exitcode == -signal.SIGKILL
+        assert killed or process.exitcode == 0
+        assert not target.exists() or digest(target) == whole, step
+        convert(tiny, target, GAUDI2, resume=True)
+        assert digest(target) == whole, step
+        shutil.rmtree(target)
+    assert step > 15
+
+
+def stop_after(shards: int, monkeypatch: pytest.MonkeyPatch, source: Path, target: Path) -> None:
+    """A run that fails when it has finished some shards."""
+    finish = Journal.finish
+
+    def failing(self: Journal, *args: object) -> None:
+        finish(self, *args)  # type: ignore[arg-type]
+        if len(self.finished) == shards:
+            raise ConversionError("stopped by the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "finish", failing)
+        with pytest.raises(ConversionError, match="stopped"):
+            convert(source, target, GAUDI2)
+
+
+def test_finished_shards_are_not_written_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them, then the others."""
+    stop_after(3, monkeypatch, tiny, tmp_path / "fp8")
+    done = convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
+    assert (done.fresh, done.shards) == (done.shards - 3, done.shards)
+
+
+def test_a_torn_journal_line_is_ignored(
+    tiny: Path, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shard is written again, and later lines still count."""
+    stop_after(3, monkeypatch, tiny, tmp_path / "fp8")
+    journal = tmp_path / "fp8.converting" / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-20])
+    done = convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
+    assert done.fresh == done.shards - 2
+    assert digest(tmp_path / "fp8") == whole
+
+
+@pytest.mark.parametrize("damage", ["shortened", "removed"])
+def test_a_finished_shard_that_is_not_whole_is_written_again(
+    tiny: Path, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """The journal's word is checked against the disk."""
+    stop_after(3, monkeypatch, tiny, tmp_path / "fp8")
+    shard = sorted((tmp_path / "fp8.converting" / "checkpoint").glob("*.safetensors"))[0]
+    os.truncate(shard, 100) if damage == "shortened" else shard.unlink()
+    convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
+    assert digest(tmp_path / "fp8") == whole
+
+
+def test_a_source_downloaded_again_is_converted_again(
+    tiny: Path, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard whose source file has changed since is not trusted."""
+    own = Path(shutil.copytree(tiny, tmp_path / "own"))
+    stop_after(3, monkeypatch, own, tmp_path / "fp8")
+    for shard in own.glob("*.safetensors"):
+        os.utime(shard)
+    done = convert(own, tmp_path / "fp8", GAUDI2, resume=True)
+    assert done.fresh == done.shards
+    assert digest(tmp_path / "fp8") == whole
+
+
+def test_another_profile_is_not_a_continuation(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a checkpoint for each machine would be neither."""
+    stop_after(3, monkeypatch, tiny, tmp_path / "fp8")
+    with pytest.raises(ConversionError, match="begun with another profile"):
+        convert(tiny, tmp_path / "fp8", HOPPER, resume=True)
+
+
+def test_one_at_a_time(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run into the same target waits a little, then says so."""
+    stop_after(1, monkeypatch, tiny, tmp_path / "fp8")
+    paths = run.Paths(tiny, tmp_path / "fp8")
+    monkeypatch.setattr(run, "_LOCK_PATIENCE", 0.1)
+    with run._working(paths, True), pytest.raises(ConversionError, match="another process is converting"):
+        convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)

@@ -1,0 +1,64 @@
+"""Made-up checkpoints: M3's own names and shapes, the same bytes each time, the same numbers in each layout."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from m3hal.checkpoint import tiny
+from m3hal.checkpoint.synthetic import Synthetic, _expert_entries, write
+from tests.checkpoint.conftest import SMALL, digest
+
+
+def test_the_published_model() -> None:
+    """60 layers, 128 experts: the counts and shapes of amd/MiniMax-M3-MXFP4's experts, and their 411 GiB as FP8."""
+    model = Synthetic(layers=60, dense=3, experts=128)
+    entries = {name: (dtype, shape) for name, dtype, shape in _expert_entries(model, "quark")}
+    routed = [name for name in entries if re.search(r"\.experts\.\d+\.w[123]\.weight$", name)]
+    assert len(routed) == 57 * 128 * 3
+    expert = "language_model.model.layers.3.block_sparse_moe.experts.127."
+    assert entries[expert + "w1.weight"] == ("U8", (3072, 3072))
+    assert entries[expert + "w1.weight_scale"] == ("U8", (3072, 192))
+    assert entries[expert + "w2.weight"] == ("U8", (6144, 1536))
+    assert entries[expert + "w2.weight_scale"] == ("U8", (6144, 96))
+    assert not any(".layers.2." in name for name in entries)
+    fp8 = sum(rows * columns for name, (rows, columns) in model.expert_matrices() if "shared" not in name)
+    assert fp8 / 2**30 == pytest.approx(384.75)
+
+
+def test_names_are_those_of_the_tiny_checkpoint() -> None:
+    """The text model's names are the published ones, as the tiny checkpoint has them too, written independently."""
+    c = tiny.TEXT_CONFIG
+    model = Synthetic(
+        layers=c["num_hidden_layers"],
+        dense=1,
+        experts=c["num_local_experts"],
+        hidden=c["hidden_size"],
+        inter=c["intermediate_size"],
+        dense_inter=c["dense_intermediate_size"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        vocab=c["vocab_size"],
+    )
+    made = {name: shape for name, _, shape in [*model.dense_tensors(), *_expert_entries(model, "bf16")]}
+    want = {name: tuple(tensor.shape) for name, tensor in tiny.tensors().items()}
+    text = {name for name in want if name.startswith("language_model.")}
+    assert {name: made[name] for name in text} == {name: want[name] for name in text}
+    assert text == {name for name in made if name.startswith("language_model.")}
+
+
+def test_same_bytes_every_time(source: Path, tmp_path: Path) -> None:
+    """And others with another seed."""
+    assert digest(write(tmp_path / "again", SMALL)) == digest(source)
+    other = digest(write(tmp_path / "other", replace(SMALL, seed=1)))
+    assert all(other[name] != sum_ for name, sum_ in digest(source).items() if name.endswith(".safetensors"))
+
+
+def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
+    """With the known ones."""
+    with pytest.raises(ValueError, match="'quark' and 'bf16'"):
+        write(tmp_path / "x", SMALL, layout="gguf")
