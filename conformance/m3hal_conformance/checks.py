@@ -44,7 +44,8 @@ def oracle(trial: Trial) -> list[Score]:
 
 
 def _golden_rtol(trial: Trial) -> float:
-    return 1e-5 if trial.case.format == "float32" else 1e-2
+    """Published numbers have five digits."""
+    return 2e-5 if trial.case.format == "float32" else 1e-2
 
 
 @check

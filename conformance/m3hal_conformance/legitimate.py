@@ -184,7 +184,8 @@ def moe_experts(site: Site, traits: Traits, x: Tensor, weights: Tensor, ids: Ten
         if len(token):
             hidden = _activate(_matmul(x[token], experts.w13[expert], traits), site).to(x.dtype)
             part = _matmul(hidden, experts.w2[expert], traits) * weights[token, slot, None]
-            out[token] = (out[token].float() + part).to(combine)
+            for at, row in zip(token.tolist(), part, strict=True):  # a token may choose an expert twice
+                out[at] = (out[at].float() + row).to(combine)
     return out.to(x.dtype)
 
 

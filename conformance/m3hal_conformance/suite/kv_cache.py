@@ -15,7 +15,7 @@ from m3hal_conformance.suite._paged import empty, index_layout, kv_layout
 BOTH = ("hnd", "nhd")
 P = 128
 #: slots around page boundaries, out of order, with rows that write nothing
-SLOTS = [127, 128, 0, -1, 3 * P + 5, 2 * P - 1, -1, 4 * P, 1, 5 * P + 127]
+SLOTS = [127, 128, 0, -1, 3 * P + 5, 2 * P - 1, -1, 4 * P, 1, 5 * P + 126]
 DECODED = ("bytes_decoded", "permuted_rows")
 
 

@@ -1,0 +1,8 @@
+"""Backends that are wrong on purpose, one fault each: what the conformance suite must reject."""
+
+from __future__ import annotations
+
+from m3hal_broken_zoo import attending, expert, paged, rows, selection
+from m3hal_broken_zoo._zoo import MUTANTS, Mutant
+
+__all__ = ["MUTANTS", "Mutant", "attending", "expert", "paged", "rows", "selection"]
