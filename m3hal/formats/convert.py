@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from m3hal._lazy import torch
@@ -67,6 +67,30 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None, product: Product = 
     if q.global_scale is not None:
         numbers = numbers * q.global_scale.to(compute)
     return numbers.to(dtype or compute)
+
+
+def concatenate(parts: Sequence[QTensor]) -> QTensor:
+    """The rows of several tensors of one format, such as what several ranks send; each keeps its own scales.
+
+    Global scales become one per row, as ranks quantise with different ones.
+    """
+    specs = {part.spec for part in parts}
+    if len(specs) != 1:
+        raise ValueError(f"rows of one tensor have one format, not {', '.join(str(spec) for spec in specs) or 'none'}")
+    scales = [part.scale for part in parts if part.scale is not None]
+    rows = [_per_row(part) for part in parts] if any(part.global_scale is not None for part in parts) else []
+    return QTensor(
+        torch.cat([part.data for part in parts]),
+        parts[0].spec,
+        torch.cat(scales) if scales else None,
+        torch.cat(rows) if rows else None,
+    )
+
+
+def _per_row(q: QTensor) -> torch.Tensor:
+    """The global scale as [..., 1], one for each row."""
+    one = torch.ones(*q.data.shape[:-1], 1, device=q.data.device)
+    return one if q.global_scale is None else one * q.global_scale
 
 
 def _scaled(codes: torch.Tensor, scale: torch.Tensor, product: Product) -> torch.Tensor:

@@ -3,7 +3,8 @@
     out[t] = sum_j weights[t, j] * w2[e] . swiglu_oai(w13[e] . x[t])       e = ids[t, j]
 
 Weights may be stored in any format; they enter with the numbers that they stand for. What the inputs of the two
-products are rounded to, if anything, is the trait ``activation_format``.
+products are rounded to, if anything, is the trait ``activation_format``; a checkpoint's own scales win, and Gaudi 2
+(maximum 240) rounds the input of w2 with the scale ``limit * (limit + beta) / 240``.
 Source: transformers ``MiniMaxM3VLExperts``, which sums in the dtype of x (trait ``combine_dtype``).
 """
 
@@ -11,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from m3hal import formats
 from m3hal._lazy import torch
-from m3hal.formats import QSpec, QTensor, e4m3, spec_of
+from m3hal.formats import e4m3
 from m3hal.ops._batch import ExpertWeights
 from m3hal.ops._operator import Numeric, Operator, Trait
+from m3hal.ops._stored import ACTIVATION_FORMAT, numbers, rounded
 from m3hal.ops._traits import BATCH_INVARIANT, EXACT, MMA_ACCUM, MX_SCALE_RULE, NVFP4_QUANTIZER
 from m3hal.ops.swiglu_oai import activate
 
@@ -45,44 +46,23 @@ def moe_experts(
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     combine = torch.bfloat16 if traits.get("combine_dtype") == "bfloat16" else compute
-    largest = torch.tensor(limit * (limit + beta), dtype=torch.float32, device=x.device)  # of |hidden|
-    rows = _rounded(x.to(compute), experts.x_scale, traits)
+    hidden_scale = _hidden_scale(experts, limit, beta, traits)
+    rows = rounded(x.to(compute), experts.x_scale, traits)
     out = torch.zeros(x.shape, dtype=combine, device=x.device)
     for expert in sorted(set(ids.flatten().tolist()) - {-1}):
         token, slot = torch.nonzero(ids == expert, as_tuple=True)
-        hidden = activate(rows[token] @ _numbers(experts.w13, expert, compute).T, alpha, beta, limit)
-        hidden = _rounded(hidden, experts.hidden_scale, traits, largest)
-        part = hidden @ _numbers(experts.w2, expert, compute).T * weights[token, slot, None].to(compute)
+        hidden = activate(rows[token] @ numbers(experts.w13[expert], compute).T, alpha, beta, limit)
+        hidden = rounded(hidden, hidden_scale, traits)
+        part = hidden @ numbers(experts.w2[expert], compute).T * weights[token, slot, None].to(compute)
         out.index_add_(0, token, part.to(combine))
     return out.to(x.dtype)
 
 
-def _numbers(bank: torch.Tensor | QTensor, expert: int, compute: torch.dtype) -> torch.Tensor:
-    """One expert's matrix."""
-    if isinstance(bank, QTensor):
-        return formats.dequantize(bank[expert], compute)
-    return bank[expert].to(compute)
-
-
-def _rounded(
-    x: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    traits: Mapping[str, str],
-    largest: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What a product takes in place of ``x``, in x's dtype.
-
-    largest: of any |x|, where it is known; Gaudi 2 then uses one scale for all tokens.
-    """
-    format = traits.get("activation_format", "given")
-    if format == "given":
-        return x
-    spec = spec_of(format)
-    if format == "fp8_e4m3_240" and global_scale is None and largest is not None:
-        global_scale = largest / e4m3.GAUDI2
-    if global_scale is not None and format.startswith("fp8"):
-        spec = QSpec(format)
-    return formats.dequantize(formats.quantize(x, spec, global_scale, traits), x.dtype)
+def _hidden_scale(experts: ExpertWeights, limit: float, beta: float, traits: Mapping[str, str]) -> torch.Tensor | None:
+    """The checkpoint's. Else Gaudi 2 takes that of the activation's largest number, one for all tokens."""
+    if experts.hidden_scale is None and traits.get("activation_format") == "fp8_e4m3_240":
+        return torch.tensor(limit * (limit + beta) / e4m3.GAUDI2)
+    return experts.hidden_scale
 
 
 def fake(
@@ -101,13 +81,7 @@ OPERATOR = Operator(
     sites=("moe",),
     group="weight",
     traits=(
-        Trait(
-            "activation_format",
-            ("given", "fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4"),
-            True,
-            "what the inputs of both products are rounded to: fp8 with a scale for each token, but with maximum 240 "
-            "the input of w2 has the scale limit * (limit + beta) / 240; a checkpoint's own scales win",
-        ),
+        ACTIVATION_FORMAT,
         NVFP4_QUANTIZER,
         MX_SCALE_RULE,
         Trait("combine_dtype", ("float32", "bfloat16"), True, "what the experts' outputs are rounded to and summed in"),

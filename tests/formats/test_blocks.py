@@ -262,3 +262,27 @@ def test_every_product_of_code_and_scale_rounded_to_e4m3() -> None:
     reachable = (code > 0) & (exact <= 448)
     assert (reachable.sum(), ((product != exact) & reachable).sum()) == (819, 212)
     assert np.abs(product / np.where(exact == 0, 1, exact) - 1)[reachable & (exact >= 2.0**-6)].max() < 0.0626
+
+
+@pytest.mark.parametrize("spec", [*map(spec_of, QUANTISED), QSpec("fp8_e4m3")], ids=str)
+def test_gathered_rows_keep_their_scales(spec: QSpec) -> None:
+    """Two ranks whose largest activations are 1 and 100: what was gathered is what each of them meant."""
+    ranks = [gaussian(3, 64, spread=0.0), 100 * gaussian(2, 64, spread=0.0)]
+    own = [x.abs().amax() / (448 if spec.group == 0 else 2688) for x in ranks]
+    sent = [
+        formats.quantize(x, spec, scale if spec.group == 0 or spec.format == "nvfp4" else None)
+        for x, scale in zip(ranks, own, strict=True)
+    ]
+    gathered = formats.concatenate(sent)
+    expected = torch.cat([formats.dequantize(q) for q in sent])
+    assert torch.equal(formats.dequantize(gathered), expected)
+    errors = (expected - torch.cat(ranks)).norm(dim=-1) / torch.cat(ranks).norm(dim=-1)
+    assert errors.max() < 0.15
+    assert torch.equal(formats.dequantize(gathered[3:]), formats.dequantize(sent[1]))
+
+
+def test_only_one_format_is_gathered() -> None:
+    """Bytes of two formats side by side mean nothing."""
+    x = torch.ones(1, 32)
+    with pytest.raises(ValueError, match="rows of one tensor have one format"):
+        formats.concatenate([formats.quantize(x, spec_of(name)) for name in ("mxfp8", "mxfp4")])
