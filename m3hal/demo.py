@@ -10,11 +10,13 @@ files. Stops the server whatever happens. Exits with 0 when all tokens are equal
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -96,7 +98,8 @@ def run(work: Path, max_tokens: int, say: Clock) -> bool:
         say(
             f"stock vLLM serves {url}; it continues a prompt of {len(prompt)} tokens, of which MSA reads 256 at a time:"
         )
-        tokens = _stream(url, str(checkpoint), prompt, max_tokens)
+        tokens, pace = _stream(url, str(checkpoint), prompt, max_tokens)
+        say(f"{len(tokens)} tokens, a median of {1000 * pace:.0f} ms apart")
         _show_plan(work / "server.log", say)
         expected = _await_oracle(oracle, work, say)
         equal = sum(ours == theirs for ours, theirs in zip(tokens, expected, strict=False))
@@ -167,14 +170,15 @@ def _await_server(server: subprocess.Popen[bytes], url: str, log: Path, say: Clo
     raise DemoError(f"vLLM's server was not ready after {START_TIMEOUT} s.\n{_tail(log)}")
 
 
-def _stream(url: str, model: str, prompt: list[int], max_tokens: int) -> list[int]:
-    """Streams a completion, prints the text as it comes, returns the token ids."""
+def _stream(url: str, model: str, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+    """Streams a completion, prints the text as it comes; the token ids, and the median seconds between two of them."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True, "return_token_ids": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     tokens: list[int] = []
+    times: list[float] = []
     print("          ", end="")
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -183,11 +187,12 @@ def _stream(url: str, model: str, prompt: list[int], max_tokens: int) -> list[in
                 if event and event != "[DONE]":
                     choice = json.loads(event)["choices"][0]
                     tokens += choice["token_ids"]
+                    times.append(time.monotonic())
                     print(choice["text"].replace("\n", " "), end="", flush=True)
     except urllib.error.HTTPError as error:
         raise DemoError(f"the server refused the request: {error.read().decode()[:400]}") from error
     print()
-    return tokens
+    return tokens, statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 def _show_plan(log: Path, say: Clock) -> None:

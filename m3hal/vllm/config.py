@@ -76,7 +76,7 @@ def configure(vllm_config: Any, environ: Mapping[str, str]) -> None:
         logger.warning("vLLM's own model serves %s instead of m3hal's: %s.", architecture, plan.reason)
         _keep_stock(vllm_config.model_config)
         return
-    logger.info("m3hal serves %s.\n%s", architecture, plan.table())
+    logger.info("m3hal serves %s, text only: images are refused.\n%s", architecture, plan.table())
     _take_over(vllm_config, plan.fingerprint)
 
 

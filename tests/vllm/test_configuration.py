@@ -77,6 +77,14 @@ def test_stock_model_stays(found: Any, case: str) -> None:
     assert kept["warnings"] == []
 
 
+def test_auto_leaves_an_accelerator_to_the_stock_model(found: Any) -> None:
+    """Where auto finds no proved kernel for the device, vLLM's own model serves, and one warning says why."""
+    outcome = found["auto without a kernel for the device"]
+    assert (outcome["architecture"], outcome["class"]) == (PUBLISHED, "Stock")
+    (warning,) = outcome["warnings"]
+    assert warning.startswith(f"vLLM's own model serves {PUBLISHED} instead of m3hal's: ")
+
+
 def test_stock_failure_stays(found: Any) -> None:
     """Where vLLM can't inspect its own class, it still says so itself when m3hal is not asked for."""
     outcome = found["not asked for, stock class broken"]

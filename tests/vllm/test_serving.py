@@ -56,6 +56,12 @@ def test_plan_is_logged_once_and_written_back(plain: Any) -> None:
         assert f" {operator} " in plain["log"]
 
 
+def test_image_is_refused_in_one_sentence(plain: Any, checkpoint: Any) -> None:
+    """A vision-language checkpoint is served text-only: a request with a picture is answered with why not."""
+    assert plain["image"] == f"{checkpoint} is not a multimodal model"
+    assert "text only: images are refused" in plain["log"]
+
+
 def test_speed_floor(plain: Any) -> None:
     """One request of 256 tokens: the median time from a token to the next is at most 66 ms."""
     assert len(plain["seconds_between_tokens"]) == 127

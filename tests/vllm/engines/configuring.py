@@ -113,6 +113,8 @@ def left_alone(ask: Asker) -> None:
     with entry(VISION, working), mock.patch.object(plugin, "_has_torchvision", return_value=True):
         ask("not asked for", additional_config={})
         ask("backend vllm", additional_config={"m3hal": {"backend": "vllm"}})
+        with mock.patch("m3hal.vllm.planning.device_of", return_value="cuda:sm_90"):
+            ask("auto without a kernel for the device", additional_config={"m3hal": {}})
         ask("asked for, stock class works")
         with mock.patch.dict(os.environ, {"M3HAL_BACKEND": "reference"}):
             ask("asked for by the environment", additional_config={})

@@ -22,7 +22,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     for lie in ("", *sentinels.LIES, "dense"):
         sentinels.lie = lie
         found[lie or "honest"] = complete(llm, job["prompts"], job["tokens"])
-    return found
+    calls = {name: {**seen, "workspaces": sorted(seen["workspaces"])} for name, seen in sentinels.calls.items()}
+    return {"completions": found, "calls": calls}
 
 
 if __name__ == "__main__":

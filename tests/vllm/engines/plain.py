@@ -8,6 +8,9 @@ from typing import Any
 
 from _engine import complete, main, start
 
+#: a PNG of one pixel
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     prompts = job["prompts"]
@@ -21,7 +24,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "architecture": config.model_config.architecture,
         "additional_config": config.additional_config,
         "seconds_between_tokens": intervals(llm, prompts[-1][:256], 128),
+        "image": refusal_of_an_image(llm),
     }
+
+
+def refusal_of_an_image(llm: Any) -> str:
+    """What a chat request with a picture is answered."""
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+    try:
+        llm.chat([{"role": "user", "content": [{"type": "text", "text": "What is this?"}, picture]}])
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def intervals(llm: Any, prompt: list[int], tokens: int) -> list[float]:

@@ -6,11 +6,12 @@ It is registered with m3hal as the script starts, and bound like any vendor's; :
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from m3hal import Impl, Manifest, Site, ops
+from m3hal import Impl, Kernel, Manifest, Site, ops
 from m3hal.reference import bind_definition
 
 #: the operator that lies now; "" for none. "dense": sparse_attention sees every block, as if there were no MSA.
@@ -51,11 +52,43 @@ LIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _factory(name: str) -> Callable[[Site], Callable[..., Any]]:
-    def factory(site: Site) -> Callable[..., Any]:
-        honest = bind_definition(ops.load(name), site)
+@dataclass
+class Planned:
+    """What plan_batch makes of a SeqMeta; ``run`` must get this instead."""
 
-        def run(*inputs: Any, out: torch.Tensor | None = None) -> Any:
+    meta: ops.SeqMeta
+
+
+@dataclass
+class Packed:
+    """What prepare_weights makes of ExpertWeights; ``run`` must get this instead."""
+
+    experts: ops.ExpertWeights
+
+
+#: operator -> how often its batch was planned, how often it ran, and the addresses of the workspaces it ran with
+calls: dict[str, dict[str, Any]] = {}
+
+
+def _factory(name: str) -> Callable[[Site], Kernel]:
+    """Readers of caches plan their batch and want a workspace; the experts are packed."""
+    plans = name in ("select_blocks", "sparse_attention", "paged_attention")
+
+    def factory(site: Site) -> Kernel:
+        honest = bind_definition(ops.load(name), site)
+        seen = calls.setdefault(name, {"planned": 0, "ran": 0, "workspaces": set()})
+
+        def run(*inputs: Any, out: torch.Tensor | None = None, workspace: torch.Tensor | None = None) -> Any:
+            seen["ran"] += 1
+            if plans:
+                assert workspace is not None
+                assert workspace.numel() >= _SCRATCH[name]
+                seen["workspaces"].add(workspace.data_ptr())
+                *inputs, planned = inputs
+                inputs = (*inputs, planned.meta)
+            if name == "moe_experts":
+                *inputs, packed = inputs
+                inputs = (*inputs, packed.experts)
             if lie == "dense" and name == "sparse_attention":
                 inputs = _all_blocks(*inputs)
             result = honest(*inputs)
@@ -63,9 +96,21 @@ def _factory(name: str) -> Callable[[Site], Callable[..., Any]]:
                 result = LIES[name](result)
             return result if out is None else out.copy_(result)
 
-        return run
+        def plan_batch(meta: ops.SeqMeta, storage: torch.Tensor | None) -> Planned:
+            assert storage is not None
+            assert storage.numel() >= 64
+            seen["planned"] += 1
+            return Planned(meta)
+
+        if plans:
+            return Kernel(run, workspace_bytes=_SCRATCH[name], plan_batch=plan_batch, plan_bytes=64)
+        return Kernel(run, prepare_weights=Packed if name == "moe_experts" else None)
 
     return factory
+
+
+#: bytes of workspace; the two at the sparse site share one of the larger size
+_SCRATCH = {"select_blocks": 1000, "sparse_attention": 3000, "paged_attention": 2000}
 
 
 def _all_blocks(q: Any, kv: Any, block_ids: torch.Tensor, meta: Any) -> Any:
