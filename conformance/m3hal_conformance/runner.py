@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m3hal.dispatch import Bound, Impl, M3halError, Plan, Policy, plan
+from m3hal.dispatch import Bound, Impl, Plan, Policy, plan
 from m3hal.shape import Site
 from m3hal_conformance.buckets import misfit, sizes
 from m3hal_conformance.case import MAX_TOKENS, Case, shape_of
@@ -48,6 +48,8 @@ class Runner:
     backend: str
     device: str
     seed: int = 0
+    #: impl_ids that some case found right only thanks to a declared freedom
+    needed_freedom: set[str] = field(default_factory=set, repr=False)
     _offers: dict[tuple[str, Site, str], Offer | str] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -80,6 +82,8 @@ class Runner:
             checks = tuple(self._check(trial, name) for name in case.checks)
         except (Unsupported, UncalibratedError) as error:
             return result("unsupported", reason=str(error))
+        if trial.needed_freedom:
+            self.needed_freedom.add(offer.bound.impl_id)
         status = "pass" if all(check.passed for check in checks) else "fail"
         return result(status, checks, impl_id=offer.bound.impl_id)
 
@@ -119,6 +123,14 @@ class Runner:
             raise Unsupported("; ".join(dict.fromkeys(reasons)) or f"{self.backend} does not implement {operator}")
         # A factory that raises although the manifest accepts the site is a failure of every case there.
         return Offer(made.bind(operator, site.kind), choice.chosen.impl if choice.chosen else None)
+
+    def identity(self, case: Case) -> str:
+        """The impl_id of what would run a case, computed from the installed files; nothing is bound for a plain one."""
+        made = self.plan(case.operator, case.site, case.layout)
+        choice = made.choice(case.operator, case.site.kind)
+        if choice.chosen:
+            return choice.chosen.impl_id
+        return self.offer(case.operator, case.site, case.layout).bound.impl_id
 
     def _fits(self, trial: Trial) -> None:
         """Raises Unsupported when the inputs are outside what the implementation declares."""
@@ -160,21 +172,3 @@ class Runner:
 def _misaligned(tensor: Tensor, offset: int, alignment: int) -> bool:
     steps = [stride * tensor.element_size() for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     return offset % alignment != 0 or any(step % alignment for step in steps[:-1])
-
-
-def torch_device_of(device: str) -> torch.device:
-    """The torch device of a m3hal device name."""
-    return Runner("reference", device).torch_device
-
-
-def declared(cases: Iterable[Case], runner: Runner) -> Mapping[str, Offer]:
-    """The offers that cases met, by operator; for coverage."""
-    found: dict[str, Offer] = {}
-    for case in cases:
-        try:
-            found.setdefault(case.operator, runner.offer(case.operator, case.site, case.layout))
-        except (Unsupported, M3halError):
-            continue
-    return found
-
-

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from m3hal import __version__
-from m3hal.cli import backends, capacity, convert, devices, doctor, explain, operators, validate
+from m3hal.cli import backends, capacity, claim, conform, convert, devices, doctor, explain, operators, validate
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError
 
 PASS, FAIL, USAGE, UNSUPPORTED = 0, 1, 2, 3
@@ -27,6 +27,8 @@ COMMANDS: dict[str, ModuleType] = {
     "explain": explain,
     "capacity": capacity,
     "doctor": doctor,
+    "conform": conform,
+    "claim": claim,
     "convert": convert,
     "validate": validate,
 }
@@ -56,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         formatter = argparse.RawDescriptionHelpFormatter
         sub = commands.add_parser(name, help=module.HELP, description=module.__doc__, formatter_class=formatter)
-        sub.add_argument("--json", action="store_true", help="print one JSON object")
+        if getattr(module, "JSON_IS_A_FLAG", True):
+            sub.add_argument("--json", action="store_true", help="print one JSON object")
         sub.set_defaults(run=module.run)
         module.add_arguments(sub)
     return top

@@ -195,7 +195,7 @@ def _select() -> list[Case]:
         *q("heads_differ", _with([(4, 4096)], _heads_differ), input_class="ramp", quick=True),
         *q("ramp", _with([(2, 2181)], _ramp), input_class="ramp", also=("stale",), bugs=("F20",), quick=True),
         *q("tokens_equal_heads", _needles([(4, 3000)]), input_class="needles", quick=True),
-        *q("nothing_forced", _with([(3, 2500), (1, 2181)], _ramp), local_blocks=0, input_class="ramp", also=("stale",),
+        *q("nothing_forced", _needles([(3, 4000), (1, 2181), (2, 3500)]), local_blocks=0, input_class="needles", also=("stale",),
            bugs=("F20",), quick=True),
         *q("init_1_local_2", _needles([(2, 3000), (1, 200)]), init_blocks=1, local_blocks=2, input_class="needles"),
         *q("shared_pages", _shared_pages, input_class="needles", bugs=("F21",)),

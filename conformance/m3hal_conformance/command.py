@@ -1,0 +1,95 @@
+"""``m3hal conform`` and ``m3hal claim``: the part that needs torch. The command line's own files only parse."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from m3hal import ops
+from m3hal.dispatch import Policy
+from m3hal.dispatch.devices import detect
+from m3hal.dispatch.errors import ConfigurationError, M3halError, did_you_mean
+from m3hal_conformance import reports
+from m3hal_conformance.case import Case
+from m3hal_conformance.claim import compare, make_claim, read, verify
+from m3hal_conformance.coverage import cover
+from m3hal_conformance.results import Result, WaiverError, apply_waivers, exit_code, read_waivers, unused
+from m3hal_conformance.runner import Runner
+from m3hal_conformance.suite import all_cases, select
+
+
+def conform(options: argparse.Namespace) -> int:
+    """Runs the suite against a backend and writes what was asked for. Exit codes 0, 1, 2, 3 as in ``exit_code``."""
+    runner = Runner(_backend(options.backend), options.device or detect()[0].device, options.seed)
+    cases = _cases(options)
+    if options.list:
+        print("\n".join(case.id for case in cases))
+        return 0
+    runner.plan(cases[0].operator, cases[0].site, cases[0].layout)  # an unusable backend is an error, not 600 results
+    waivers = _waivers(options, runner.device)
+    results = runner.run(cases, reports.Progress(len(cases)))
+    coverage, extra = cover(runner, cases, results)
+    everything = apply_waivers([*results, *extra], waivers, datetime.date.today())
+    claim = make_claim(runner, cases, everything[: len(cases)], coverage)
+    _write(options, claim, everything)
+    print(reports.terminal(claim, everything))
+    for waiver in unused(waivers, everything):
+        print(f"note: the waiver of {waiver.case} ({waiver.issue}) meets no case that ran")
+    return exit_code(everything)
+
+
+def claims(options: argparse.Namespace) -> int:
+    """``m3hal claim verify F``: 0 it holds, 1 it is edited or stale, 3 this machine can't tell. ``compare A B``."""
+    if options.action == "compare":
+        lines = compare(read(options.files[0]), read(options.files[1]))
+        print("\n".join(lines) or "Both say the same.")
+        return 1 if lines else 0
+    findings = verify(read(options.files[0]))
+    print("\n".join(f"{finding.state:8}{finding.sentence}" for finding in findings))
+    states = {finding.state for finding in findings}
+    return 1 if "broken" in states else 3 if "unknown" in states else 0
+
+
+def _backend(name: str | None) -> str:
+    """What ``--backend`` or the policy names; a suite must know whom it asks."""
+    asked = name or Policy.resolve().backend
+    if asked in ("auto", "vllm"):
+        raise ConfigurationError(f"conform needs a backend's name, not {asked!r}; `m3hal backends` lists the installed ones.")
+    return asked
+
+
+def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
+    for name in options.op:
+        if name not in ops.NAMES:
+            raise ConfigurationError(f"{name!r} is no operator.{did_you_mean(name, ops.NAMES)}")
+    cases = select(operators=options.op, ids=options.case, quick=options.quick)
+    if not cases:
+        asked = options.case[0] if options.case else ", ".join(options.op)
+        hint = did_you_mean(asked, [case.id for case in all_cases()])
+        raise ConfigurationError(f"no case is called {asked!r}.{hint} `m3hal conform --list` prints them all.")
+    return cases
+
+
+def _waivers(options: argparse.Namespace, device: str):  # type: ignore[no-untyped-def]
+    try:
+        return read_waivers(options.waivers, device) if options.waivers else ()
+    except WaiverError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _write(options: argparse.Namespace, claim: dict[str, object], results: Sequence[Result]) -> None:
+    for path, text in (
+        (options.json, lambda: json.dumps(claim, indent=1) + "\n"),
+        (options.junit, lambda: reports.junit(claim, results)),
+        (options.html, lambda: reports.page(claim, results)),
+    ):
+        if path:
+            try:
+                Path(path).write_text(text())
+            except OSError as error:
+                raise M3halError(f"{path} can't be written: {error}.") from error
+            print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,33 @@
+"""Re-checks claims that `m3hal conform --json FILE` wrote.
+
+    m3hal claim verify claim.json               its digest, the suite's cases, the installed files
+    m3hal claim compare before.json after.json  what differs
+
+verify exits with 0 when the claim holds here, 1 when it was edited or is stale, 3 when this machine lacks the backend
+and can't tell. compare exits with 1 when something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from m3hal.cli.conform import suite
+from m3hal.dispatch.errors import ConfigurationError
+
+HELP = "verify a claim, or compare two"
+_FILES = {"verify": 1, "compare": 2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """An action and its files."""
+    parser.add_argument("action", choices=tuple(_FILES))
+    parser.add_argument("files", nargs="+", metavar="FILE")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs one of the two."""
+    wanted = _FILES[arguments.action]
+    if len(arguments.files) != wanted:
+        raise ConfigurationError(f"claim {arguments.action} takes {wanted} file{'s' if wanted > 1 else ''}.")
+    code: int = suite("m3hal_conformance.command").claims(arguments)
+    return code
