@@ -194,7 +194,8 @@ def _same_storage(returned: Any, out: Any) -> bool:
 
 
 def widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs in fp64, caches and their layouts included: what the exact oracle computes on."""
+    """The inputs in fp64, plain caches and their layouts included: what the exact oracle computes on."""
+    from m3hal.formats import PLAIN_FORMATS
     from m3hal.layouts import PagedCache
 
     def widen(tensor: Tensor) -> Tensor:
@@ -202,6 +203,8 @@ def widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
     def walk(value: Any) -> Any:
         if isinstance(value, PagedCache):
+            if value.layout.format not in PLAIN_FORMATS:  # its bytes mean what they mean
+                return map_tensors(value, torch.clone)
             return PagedCache(widen(value.buf), replace(value.layout, format="float64"))
         return map_tensors(value, widen)
 

@@ -20,11 +20,12 @@ def all_cases() -> tuple[Case, ...]:
         insert,
         norms,
         projections,
+        quantised,
         ranking,
         rope_activation,
     )
 
-    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, experts, insert)
+    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, experts, insert, quantised)
     found = [case for module in modules for case in module.CASES]
     return tuple(sorted(found, key=lambda case: ops.NAMES.index(case.operator)))
 
