@@ -8,6 +8,7 @@ from typing import Any
 
 from m3hal import ops
 from m3hal.dispatch import Impl, Kernel, Manifest
+from m3hal.layouts import PAGE_MAPS
 from m3hal.reference import bind_definition, with_out
 from m3hal.shape import Site
 
@@ -34,7 +35,7 @@ class Mutant:
         return f"zoo-{self.operator}-{self.name}".replace("_", "-")
 
     def manifest(self) -> Manifest:
-        layouts = ("hnd", "nhd") if ops.load(self.operator).group == "cache" else ()
+        layouts = PAGE_MAPS if ops.load(self.operator).group == "cache" else ()
         impl = Impl(f"{self.factory.__module__}:{self.factory.__name__}", layouts=layouts, memory="self")
         return Manifest(
             name=self.backend,
