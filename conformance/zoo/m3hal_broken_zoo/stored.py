@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from m3hal_broken_zoo._zoo import mutant
 
 from m3hal import formats
 from m3hal.formats import PLAIN_FORMATS, QTensor, e8m0, spec_of
 from m3hal.layouts.stored import quantize_like, stored
 from m3hal.ops.kv_write import kv_write
+from m3hal_broken_zoo._zoo import mutant
 
 
 def _swapped(packed):
