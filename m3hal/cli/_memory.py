@@ -9,7 +9,7 @@ from typing import Any
 
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal.formats import spec_of
-from m3hal.layouts import CACHE_FORMATS, KVLayout
+from m3hal.layouts import CACHE_FORMATS, KVLayout, page_map
 from m3hal.shape import ModelShape
 
 #: memory as published, decimal gigabytes
@@ -143,7 +143,7 @@ def drafter_caches(text: str, page_size: int) -> tuple[KVLayout, ...]:
         raise ConfigurationError(f"--drafter {text} must read LAYERSxHEADSxDIM:FORMAT, e.g. 6x8x128:fp8.")
     layers, heads, dim = (int(found[i]) for i in (1, 2, 3))
     format = cache_format(found[4], "the drafter's")
-    return (KVLayout(CACHE_FORMATS[format][0], format, page_size, heads, dim, has_values=True),) * layers
+    return (KVLayout(page_map(format, ""), format, page_size, heads, dim, has_values=True),) * layers
 
 
 def gpu_memory(name: str) -> int:

@@ -1,6 +1,6 @@
 """KV-cache page maps as descriptors."""
 
-from m3hal.layouts.paged import CACHE_FORMATS, PAGE_MAPS, KVLayout, LayoutKind, PagedCache
+from m3hal.layouts.paged import CACHE_FORMATS, PAGE_MAPS, KVLayout, LayoutKind, PagedCache, page_map
 from m3hal.layouts.transfer import BlockRow, PagedRows, convert, pack, unpack
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "PagedRows",
     "convert",
     "pack",
+    "page_map",
     "unpack",
 ]

@@ -27,6 +27,16 @@ CACHE_FORMATS: Mapping[str, tuple[LayoutKind, ...]] = {
 QUAD = 4
 
 
+def page_map(format: str, preferred: str) -> LayoutKind:
+    """The preferred page map where a format has it, else the format's first.
+
+    So the caches of one layer get theirs from the one layout that a plan names for the layer: beside an nvfp4 main
+    cache in msa_slot, bf16 index keys lie in hnd.
+    """
+    kinds = CACHE_FORMATS[format]
+    return next((kind for kind in kinds if kind == preferred), kinds[0])
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """The page map of a cache.

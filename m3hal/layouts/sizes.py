@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from m3hal.layouts.paged import CACHE_FORMATS, KVLayout, LayoutKind
+from m3hal.layouts.paged import KVLayout, page_map
 from m3hal.shape import ModelShape
 
 
-def main_caches(shape: ModelShape, kind: LayoutKind | None = None) -> tuple[KVLayout, ...]:
-    """One cache of keys and values for each layer; in the format's first page map unless told otherwise."""
-    kind = kind or CACHE_FORMATS[shape.kv_format][0]
-    layout = KVLayout(kind, shape.kv_format, shape.page_size, shape.num_kv_heads, shape.head_dim, has_values=True)
-    return (layout,) * shape.num_layers
+def main_caches(shape: ModelShape, layout: str = "") -> tuple[KVLayout, ...]:
+    """One cache of keys and values for each layer. layout: of a plan, see :func:`~m3hal.layouts.page_map`."""
+    kind = page_map(shape.kv_format, layout)
+    cache = KVLayout(kind, shape.kv_format, shape.page_size, shape.num_kv_heads, shape.head_dim, has_values=True)
+    return (cache,) * shape.num_layers
 
 
-def index_caches(shape: ModelShape, kind: LayoutKind | None = None) -> tuple[KVLayout, ...]:
+def index_caches(shape: ModelShape, layout: str = "") -> tuple[KVLayout, ...]:
     """One cache of index keys for each sparse layer. All heads share the key, so every rank holds all of it."""
-    kind = kind or CACHE_FORMATS[shape.index_format][0]
-    layout = KVLayout(kind, shape.index_format, shape.page_size, 1, shape.index_dim, has_values=False)
-    return (layout,) * (shape.num_layers - shape.num_dense_attention_layers)
+    kind = page_map(shape.index_format, layout)
+    cache = KVLayout(kind, shape.index_format, shape.page_size, 1, shape.index_dim, has_values=False)
+    return (cache,) * (shape.num_layers - shape.num_dense_attention_layers)
 
 
 def bytes_per_token(caches: tuple[KVLayout, ...]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from m3hal.layouts import CACHE_FORMATS, KVLayout
+from m3hal.layouts import CACHE_FORMATS, KVLayout, page_map
 from m3hal.layouts.sizes import bytes_per_token, index_caches, main_caches
 from m3hal.shape import MINIMAX_M3, ModelShape
 
@@ -67,3 +69,12 @@ def test_the_drafter_is_apart() -> None:
     """Six layers of eight heads in FP8 take 12,288 bytes per token, which no published figure contains."""
     drafter = (KVLayout("hnd", "fp8_e4m3", 128, 8, 128, True),) * 6
     assert bytes_per_token(drafter) == 12_288
+
+
+def test_one_layout_of_a_plan_names_the_page_maps_of_a_layer() -> None:
+    """Each cache takes it where its format has it, else its format's own first."""
+    assert (page_map("nvfp4", "planar"), page_map("bfloat16", "planar")) == ("planar", "hnd")
+    assert (page_map("fp8_e4m3", "nhd"), page_map("mxfp4", "nhd")) == ("nhd", "msa_slot")
+    shape = replace(m3("nvfp4"), index_format="bfloat16")
+    assert {cache.kind for cache in main_caches(shape, "planar")} == {"planar"}
+    assert {cache.kind for cache in index_caches(shape, "planar")} == {"hnd"}
