@@ -44,5 +44,5 @@ wheelhouse: $(STAMP)  ## build every distribution's wheel into dist/
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist . ./conformance ./backends/*
 
 clean:  ## remove .venv, wheels and caches
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache demo
+	rm -rf $(VENV) dist build demo .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
