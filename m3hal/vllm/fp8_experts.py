@@ -23,7 +23,8 @@ from vllm.platforms import current_platform
 from m3hal.checkpoint.convert.matrix import convert_whole
 from m3hal.checkpoint.convert.profiles import GAUDI2, HOPPER, Profile
 
-_BYTES = (torch.uint8, torch.float8_e8m0fnu)
+#: dtypes of MXFP4 codes and scales in a checkpoint
+BYTES = (torch.uint8, torch.float8_e8m0fnu)
 _WEIGHTS = QuantizationArgs(
     num_bits=8, type=QuantizationType.FLOAT, symmetric=True, strategy=QuantizationStrategy.CHANNEL, dynamic=False
 )
@@ -98,7 +99,7 @@ class _ExpertLoader:
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        if loaded_weight.dtype not in _BYTES:
+        if loaded_weight.dtype not in BYTES:
             return self._load(param, loaded_weight, weight_name, shard_id, expert_id, return_success)  # type: ignore[no-any-return]
         if self._layer._map_global_expert_id_to_local_expert_id(expert_id) == -1:
             return False if return_success else None  # a rank that filters codes still gets all scales
@@ -124,7 +125,7 @@ class Bf16FromMxfp4(UnquantizedLinearMethod):
         pairs = Pairs()
 
         def loader(param: torch.nn.Parameter, loaded: torch.Tensor, *shard: Any) -> None:
-            if loaded.dtype not in _BYTES:
+            if loaded.dtype not in BYTES:
                 return load(param, loaded, *shard)  # type: ignore[no-any-return]
             pair = pairs.add(shard, param is layer.weight_scale, loaded)
             if pair is not None:

@@ -22,9 +22,12 @@ from vllm.model_executor.layers.fused_moe import GateLinear
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
+from m3hal.formats import QTensor, spec_of
 from m3hal.ops import ExpertWeights
 from m3hal.vllm import opaque
+from m3hal.vllm.fp8_experts import BYTES, Pairs, device_profile, to_fp8
 from m3hal.vllm.operators import SiteOperators
+from m3hal.vllm.quantization import expert_format
 
 
 class M3MLP(nn.Module):
@@ -57,7 +60,12 @@ class M3MLP(nn.Module):
 
 
 class M3MoE(nn.Module):
-    """Every rank holds a slice of every expert: rows of gate and up, columns of down."""
+    """Every rank holds a slice of every expert: rows of gate and up, columns of down.
+
+    format: how the routed experts are stored; None: in the model's dtype.
+    """
+
+    format: str | None = None
 
     def __init__(self, operators: SiteOperators, vllm_config: Any, prefix: str) -> None:
         super().__init__()
@@ -74,9 +82,15 @@ class M3MoE(nn.Module):
             prefix=f"{prefix}.gate",
         )
         self.e_score_correction_bias = _weight(site.num_experts, dtype=torch.float32)
-        self.w13 = _weight(site.num_local_experts, 2 * self.rows, site.hidden_size)
-        self.w2 = _weight(site.num_local_experts, site.hidden_size, self.rows)
-        self.experts: Any = ExpertWeights(self.w13, self.w2)  # what moe_experts takes; packed after loading
+        self.format = expert_format(vllm_config.model_config)
+        self._pairs = Pairs()
+        dtype = None if self.format is None else torch.float8_e4m3fn
+        self.w13 = _weight(site.num_local_experts, 2 * self.rows, site.hidden_size, dtype=dtype)
+        self.w2 = _weight(site.num_local_experts, site.hidden_size, self.rows, dtype=dtype)
+        if self.format is not None:  # one scale per output channel
+            self.w13_scale = _weight(site.num_local_experts, 2 * self.rows, 1, dtype=torch.float32)
+            self.w2_scale = _weight(site.num_local_experts, site.hidden_size, 1, dtype=torch.float32)
+        self.experts: Any = self.stored()  # what moe_experts takes; packed after loading
         self.quant_method = PackExperts(operators)  # vLLM calls it when all weights are loaded, also for dummy weights
         self.shared_experts = None
         if config.n_shared_experts:
@@ -105,15 +119,44 @@ class M3MoE(nn.Module):
         out: torch.Tensor = self.compute(hidden, weights, ids, self.experts)
         return out
 
-    def load_expert(self, expert: int, name: str, weight: torch.Tensor) -> None:
-        """Copies this rank's slice of one published matrix: w1 gate [I, H], w3 up [I, H], w2 down [H, I]."""
+    def stored(self) -> ExpertWeights:
+        """The experts as the parameters hold them."""
+        if self.format is None:
+            return ExpertWeights(self.w13.data, self.w2.data)
+        spec = spec_of(self.format)
+        w13, w2 = self.w13.data.view(torch.uint8), self.w2.data.view(torch.uint8)
+        return ExpertWeights(
+            QTensor(w13, spec, self.w13_scale.data),
+            QTensor(w2, spec, self.w2_scale.data),
+        )
+
+    def leaves(self) -> tuple[str, ...]:
+        """What a checkpoint has of each matrix."""
+        return ("weight",) if self.format is None else ("weight", "weight_scale")
+
+    def load_expert(self, expert: int, name: str, leaf: str, tensor: torch.Tensor) -> None:
+        """Copies this rank's slice of one published matrix: w1 gate [I, H], w3 up [I, H], w2 down [H, I].
+
+        MXFP4 codes and scales (bytes) wait for each other and become FP8 first.
+        """
+        if self.format is None or tensor.dtype not in BYTES:
+            return self._copy(expert, name, leaf, tensor)
+        pair = self._pairs.add((expert, name), leaf == "weight_scale", tensor)
+        if pair is not None:
+            weight, scale = to_fp8(f"{self.name}.{expert}.{name}", *pair, device_profile())
+            self._copy(expert, name, "weight", weight)
+            self._copy(expert, name, "weight_scale", scale)
+
+    def _copy(self, expert: int, name: str, leaf: str, tensor: torch.Tensor) -> None:
         first = get_tensor_model_parallel_rank() * self.rows
         mine = slice(first, first + self.rows)
+        suffix = "_scale" if leaf == "weight_scale" else ""
         if name == "w2":
-            self.w2.data[expert].copy_(weight[:, mine])
+            target = getattr(self, "w2" + suffix).data[expert]
+            target.copy_(tensor if suffix else tensor[:, mine])
         else:
-            gate, up = self.w13.data[expert].chunk(2)
-            (gate if name == "w1" else up).copy_(weight[mine])
+            gate, up = getattr(self, "w13" + suffix).data[expert].chunk(2)
+            (gate if name == "w1" else up).copy_(tensor[mine])
 
 
 class PackExperts(QuantizeMethodBase):
@@ -130,8 +173,10 @@ class PackExperts(QuantizeMethodBase):
 
     def process_weights_after_loading(self, layer: M3MoE) -> None:
         if self._pack is not None:
-            layer.experts = self._pack(ExpertWeights(layer.w13.data, layer.w2.data))
-            del layer.w13, layer.w2  # the packed form is all that stays
+            layer.experts = self._pack(layer.stored())
+            for name in ("w13", "w2", "w13_scale", "w2_scale"):  # the packed form is all that stays
+                if hasattr(layer, name):
+                    delattr(layer, name)
 
 
 def _weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

@@ -8,6 +8,7 @@ from typing import Any
 
 from m3hal.dispatch import VLLM_HOLDS, M3halError, Plan, Policy, devices, plan
 from m3hal.shape import ModelShape
+from m3hal.vllm.quantization import expert_format
 from m3hal.vllm.support import dtype_name, kv_format
 
 
@@ -37,6 +38,7 @@ def shape_of(vllm_config: Any) -> ModelShape:
         dtype=dtype_name(model.dtype),
         kv_format=kv_format(vllm_config),
         index_format=kv_format(vllm_config),
+        weight_format=expert_format(model),
         page_size=vllm_config.cache_config.block_size,
         max_tokens=scheduler.max_num_batched_tokens,
         max_seqs=scheduler.max_num_seqs,

@@ -65,11 +65,12 @@ def _register() -> None:
     import vllm
     from vllm import ModelRegistry
 
-    from m3hal.vllm import config
+    from m3hal.vllm import config, quantization
 
     config.install(PUBLISHED)
     if version_refusal(vllm.__version__):
         return  # the hook says so to whoever asks for m3hal; the registry stays as it is
+    quantization.register()
     ModelRegistry.register_model(OURS, f"m3hal.vllm.model:{OURS}")
     fallback = _fallback_class()
     for architecture in PUBLISHED:

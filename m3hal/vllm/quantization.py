@@ -1,4 +1,4 @@
-"""Which quantised checkpoints m3hal's model serves, and ``--quantization m3hal_fp8``, as vLLM's configuration sees them.
+"""Which quantised checkpoints m3hal's model serves, and ``--quantization m3hal_fp8``, as vLLM's configuration sees it.
 
 vLLM asks for this in every process before it knows the model, so nothing heavy is imported here.
 """

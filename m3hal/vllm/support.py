@@ -13,6 +13,7 @@ def refusals(vllm_config: Any) -> Iterator[str]:
     """Why m3hal can't serve this configuration, one sentence each, the most likely mistakes first."""
     yield from _cache(vllm_config)
     yield from _features(vllm_config)
+    yield from _quantisation(vllm_config.model_config)
     yield from _model(vllm_config.model_config.hf_text_config)
 
 
@@ -52,7 +53,6 @@ def _features(vllm_config: Any) -> Iterator[str]:
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "micro-batching (--enable-dbo)": parallel.enable_dbo,
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
-        f"quantisation {model.quantization!r}": model.quantization is not None,
         "moving KV caches between engines (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         f"the {model.runner_type!r} runner": model.runner_type != "generate",
         "speculative decoding other than 'ngram'": speculative is not None and speculative.method != "ngram",
@@ -60,6 +60,15 @@ def _features(vllm_config: Any) -> Iterator[str]:
     for feature, wanted in asked.items():
         if wanted:
             yield f"m3hal does not support {feature} yet; leave it out, or serve vLLM's own model with backend 'vllm'."
+
+
+def _quantisation(model_config: Any) -> Iterator[str]:
+    from m3hal.vllm.quantization import expert_format
+
+    try:
+        expert_format(model_config)
+    except ValueError as error:
+        yield f"{error}; leave it out, or serve vLLM's own model with backend 'vllm'."
 
 
 def _model(text: Any) -> Iterator[str]:

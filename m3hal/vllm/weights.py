@@ -60,16 +60,19 @@ def _check_experts(model: nn.Module, loaded: set[str]) -> None:
     """One parameter holds all experts of a layer, so vLLM's own check would miss an absent one."""
     for path, layer in model.named_modules():
         if isinstance(layer, M3MoE):
-            wanted = {f"{path}.experts.{e}.{w}.weight" for e in range(len(layer.w13)) for w in ("w1", "w2", "w3")}
+            matrices = [f"{path}.experts.{e}.{w}" for e in range(len(layer.w13)) for w in ("w1", "w2", "w3")]
+            wanted = {f"{matrix}.{leaf}" for matrix in matrices for leaf in layer.leaves()}
             if missing := sorted(wanted - loaded):
                 raise ValueError(f"the checkpoint lacks {len(missing)} expert tensors, among them {missing[0]}")
 
 
 def _load_expert(model: nn.Module, name: str, weight: torch.Tensor) -> set[str]:
-    """``<layer>.block_sparse_moe.experts.<expert>.<w1|w2|w3>.weight``."""
+    """``<layer>.block_sparse_moe.experts.<expert>.<w1|w2|w3>.<weight|weight_scale>``."""
     path, _, rest = name.partition(".experts.")
-    expert, matrix, _ = rest.split(".")
+    expert, matrix, leaf = rest.split(".")
     layer = model.get_submodule(path)
     assert isinstance(layer, M3MoE)
-    layer.load_expert(int(expert), matrix, weight)
-    return {f"{path}.w2" if matrix == "w2" else f"{path}.w13"}
+    if leaf not in layer.leaves():
+        raise ValueError(f"the checkpoint's tensor {name} has no place in a model without quantised experts")
+    layer.load_expert(int(expert), matrix, leaf, weight)
+    return {f"{path}.{'w2' if matrix == 'w2' else 'w13'}{leaf.removeprefix('weight')}"}
