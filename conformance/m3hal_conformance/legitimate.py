@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m3hal import formats
+from m3hal.formats import QTensor
 from m3hal.layouts import PagedCache
 from m3hal.ops import ExpertWeights, QKNorms, SeqMeta
 from m3hal.ops.kv_read import read_sequence
@@ -52,8 +54,13 @@ def _norm(x: Tensor, weight: Tensor, site: Site) -> Tensor:
     return x * inverse * (weight.float() + site.weight_offset)
 
 
-def linear(site: Site, traits: Traits, x: Tensor, weight: Tensor) -> Tensor:
-    return _matmul(x, weight, traits).to(x.dtype)
+def linear(site: Site, traits: Traits, x: Tensor, weight: Tensor | QTensor) -> Tensor:
+    return _matmul(x, _numbers(weight), traits).to(x.dtype)
+
+
+def _numbers(weight: Tensor | QTensor) -> Tensor:
+    """What a stored weight stands for; a kernel decodes it exactly."""
+    return formats.dequantize(weight) if isinstance(weight, QTensor) else weight
 
 
 def _matmul(x: Tensor, weight: Tensor, traits: Traits) -> Tensor:
@@ -179,11 +186,11 @@ def moe_experts(site: Site, traits: Traits, x: Tensor, weights: Tensor, ids: Ten
     """Hidden activations are rounded to x's dtype, as the second product's operands must be."""
     combine = getattr(torch, traits.get("combine_dtype", "float32"))
     out = torch.zeros(x.shape, dtype=combine)
-    for expert in range(len(experts.w13)):
+    for expert in sorted(set(ids.flatten().tolist()) - {-1}):
         token, slot = torch.nonzero(ids == expert, as_tuple=True)
         if len(token):
-            hidden = _activate(_matmul(x[token], experts.w13[expert], traits), site).to(x.dtype)
-            part = _matmul(hidden, experts.w2[expert], traits) * weights[token, slot, None]
+            hidden = _activate(_matmul(x[token], _numbers(experts.w13[expert]), traits), site).to(x.dtype)
+            part = _matmul(hidden, _numbers(experts.w2[expert]), traits) * weights[token, slot, None]
             for at, row in zip(token.tolist(), part, strict=True):  # a token may choose an expert twice
                 out[at] = (out[at].float() + row).to(combine)
     return out.to(x.dtype)
