@@ -27,4 +27,14 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 def multiprocessors(device: torch.device) -> int:
     """How many programs the device runs side by side; a few where the interpreter runs them one by one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 32
+
+
+def programmatic(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one it waits for has ended: on NVIDIA GPUs from Hopper on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def after(early: bool) -> dict[str, bool]:
+    """Launch options of a kernel that begins with ``gdc_wait``."""
+    return {"launch_pdl": True} if early else {}

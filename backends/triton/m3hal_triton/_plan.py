@@ -10,8 +10,6 @@ import triton.language as tl
 
 from m3hal.ops import SeqMeta
 
-#: programs that a decode launch aims at; a request is split over several only below this, so it bounds the counters
-TARGET_PROGRAMS = 1024
 _TOKENS = 256
 
 
@@ -22,32 +20,24 @@ class BatchPlan:
     request, position: int32 [max_tokens], of each query token; -1 for a token that belongs to no request, position -1
         in a padded request. first_block: int32 [max_seqs + 1], blocks of all requests before this one;
         a request without query tokens counts none.
-    counters: int32, at least TARGET_PROGRAMS and max_seqs, zero between launches; the last program to arrive at one
-        resets it.
     """
 
     meta: SeqMeta
     request: torch.Tensor
     position: torch.Tensor
     first_block: torch.Tensor
-    counters: torch.Tensor
 
 
 def plan_bytes(max_tokens: int, max_seqs: int) -> int:
     """Bytes of storage that :func:`plan_batch` fills."""
-    return 4 * (2 * max_tokens + max_seqs + 1 + _counters(max_seqs))
-
-
-def _counters(max_seqs: int) -> int:
-    return max(TARGET_PROGRAMS, triton.next_power_of_2(max_seqs))
+    return 4 * (2 * max_tokens + max_seqs + 1)
 
 
 def plan_batch(meta: SeqMeta, storage: torch.Tensor, *, max_tokens: int, max_seqs: int, block_size: int) -> BatchPlan:
     """Fills the storage from a SeqMeta by one launch that reads lengths on the device only."""
     words = storage.view(torch.int32)
-    request, position, first_block, counters = words[: plan_bytes(max_tokens, max_seqs) // 4].split(
-        [max_tokens, max_tokens, max_seqs + 1, _counters(max_seqs)]
-    )
+    sizes = [max_tokens, max_tokens, max_seqs + 1]
+    request, position, first_block = words[: sum(sizes)].split(sizes)
     requests = meta.seq_lens.shape[0]
     padded = triton.next_power_of_2(max(requests, 1))
     _plan[(triton.cdiv(max_tokens, _TOKENS) + 1,)](
@@ -56,16 +46,14 @@ def plan_batch(meta: SeqMeta, storage: torch.Tensor, *, max_tokens: int, max_seq
         request,
         position,
         first_block,
-        counters,
         max_tokens,
         requests,
         BLOCK=block_size,
         TOKENS=_TOKENS,
         REQUESTS=padded,
         STEPS=padded.bit_length(),
-        COUNTERS=_counters(max_seqs),
     )
-    return BatchPlan(meta, request, position, first_block, counters)
+    return BatchPlan(meta, request, position, first_block)
 
 
 @triton.jit
@@ -75,16 +63,14 @@ def _plan(
     request_out,
     position_out,
     first_block_out,
-    counters,
     max_tokens,
     requests,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     REQUESTS: tl.constexpr,
     STEPS: tl.constexpr,
-    COUNTERS: tl.constexpr,
 ):
-    """Program 0 sums blocks over requests and clears the counters; each other one places TOKENS tokens."""
+    """Program 0 sums blocks over requests; each other one places TOKENS tokens."""
     if tl.program_id(0) == 0:
         b = tl.arange(0, REQUESTS)
         blocks = tl.cdiv(tl.load(seq_lens + b, mask=b < requests, other=0), BLOCK)
@@ -93,7 +79,6 @@ def _plan(
         blocks = tl.where(end > begin, blocks, 0)
         tl.store(first_block_out + 1 + b, tl.cumsum(blocks, 0), mask=b < requests)
         tl.store(first_block_out, 0)
-        tl.store(counters + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
         return
     token = (tl.program_id(0) - 1) * TOKENS + tl.arange(0, TOKENS)
     # the request of a token: how many requests end at or before it

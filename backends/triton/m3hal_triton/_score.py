@@ -9,11 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._choose import choose_visible
-
-#: rows of up to this many blocks are chosen by a smaller, faster piece of code
-FEW_BLOCKS = tl.constexpr(512)
-
 
 @triton.jit
 def _larger(a, b):
@@ -29,11 +24,7 @@ def score_few(
     seq_lens,
     block_table,
     first_block,
-    position_of,
-    counters,
     scores,
-    out,
-    tokens,
     requests,
     q_token,
     q_head,
@@ -46,12 +37,7 @@ def score_few(
     score_token,
     score_head,
     score_block,
-    out_token,
-    out_head,
-    out_slot,
     HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,  # of which the blocks of a long context are chosen together
     QT: tl.constexpr,  # at least the query tokens of any request
     ROWS: tl.constexpr,  # QT * HEADS, padded for the matrix unit
     DIM: tl.constexpr,
@@ -59,15 +45,12 @@ def score_few(
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     REQUESTS: tl.constexpr,  # padded
-    CHOOSE: tl.constexpr,  # scores is scratch; the last program of a request chooses its blocks
-    TOPK: tl.constexpr,
-    TOPK_PADDED: tl.constexpr,
-    INIT: tl.constexpr,
-    LOCAL: tl.constexpr,
-    BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,  # let the choice be launched now; it waits for this kernel's end by itself
 ):
     """Equal shares of all requests' blocks, by their real lengths, over whatever number of programs runs."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     b = tl.arange(0, REQUESTS)
     ends = tl.load(first_block + 1 + b, mask=b < requests, other=2**31 - 1)
@@ -79,15 +62,6 @@ def score_few(
     head = row % HEADS
     dim = tl.arange(0, DIM)
     STEPS: tl.constexpr = BLOCK // KEYS
-    if CHOOSE:  # tokens without a request, or in a padded one
-        slot = tl.arange(0, TOPK_PADDED)
-        none = tl.full((TOPK_PADDED,), -1, tl.int32)
-        for loose in range(program, tokens, tl.num_programs(0)):
-            if tl.load(position_of + loose) < 0:
-                for loose_head in range(HEADS):
-                    loose_row = out + tl.cast(loose, tl.int64) * out_token + loose_head * out_head
-                    tl.store(loose_row + slot * out_slot, none, mask=slot < TOPK)
-
     while at < stop:
         request = tl.sum((ends <= at).to(tl.int32), 0)
         base = tl.load(first_block + request)
@@ -125,33 +99,9 @@ def score_few(
             dots = tl.where(key[:, None] <= position[None, :], dots, float("-inf"))
             here = tl.reduce(dots, 0, _larger)
             best = tl.where(step % STEPS == 0, here, _larger(best, here))
-            if CHOOSE:
-                where = scores + (base + block).to(tl.int64) * (QT * HEADS) + row
-            else:
-                where = scores + token * score_token + head * score_head + tl.cast(block, tl.int64) * score_block
+            where = scores + token * score_token + head * score_head + tl.cast(block, tl.int64) * score_block
             tl.store(where, best, mask=live)
 
-        if CHOOSE:
-            tl.debug_barrier()  # every thread's scores come before the arrival
-            arrivals = (end - 1) // share - base // share + 1
-            if tl.atomic_add(counters + request, 1, sem="acq_rel") == arrivals - 1:
-                tl.store(counters + request, 0)
-                for t in range(first, last):
-                    visible = (seq_len - (last - t)) // BLOCK + 1
-                    mine = scores + base.to(tl.int64) * (QT * HEADS) + (t - first) * HEADS
-                    theirs = out + tl.cast(t, tl.int64) * out_token
-                    FEW: tl.constexpr = min(BLOCKS, FEW_BLOCKS)
-                    if visible <= FEW:
-                        choose_visible(
-                            mine, 1, QT * HEADS, visible, theirs, out_head, out_slot, HEADS,
-                            TOPK, TOPK_PADDED, INIT, LOCAL, HEADS_PADDED, FEW,
-                        )  # fmt: skip
-                    elif BLOCKS > FEW:
-                        for h in range(0, HEADS, HEADS_AT_ONCE):
-                            choose_visible(
-                                mine + h, 1, QT * HEADS, visible, theirs + h * out_head, out_head, out_slot, HEADS - h,
-                                TOPK, TOPK_PADDED, INIT, LOCAL, HEADS_AT_ONCE, BLOCKS,
-                            )  # fmt: skip
         at = until
 
 

@@ -3,8 +3,8 @@
 Each selection (token, kv head, slot) is an entry. Entries are sorted by the block they name (a counting sort: count,
 offsets, scatter), a program takes one block and up to CHUNK of its entries, gathers their queries into matrix tiles,
 and writes each entry's partial result; a last kernel merges the k partial results of a token. So a block is read once
-for many queries. Every partial result depends on its own query and block only, and the merge runs in the order of the ids:
-a row's bits do not depend on the rest of the batch, nor on the order in which the sort's atomics arrive.
+for many queries. Every partial result depends on its own query and block only, and the merge runs in the order of the
+ids: a row's bits do not depend on the rest of the batch, nor on the order in which the sort's atomics arrive.
 
 Tokens come in pieces, so that the partial results fit into the workspace; the sort serves all pieces at once.
 """
@@ -172,7 +172,6 @@ def attend_block(
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One work item: the partial result of each entry, divided by its own sum, and its log2 sum of exponentials.
@@ -203,19 +202,31 @@ def attend_block(
         keys = tl.load(at_k, mask=written[None, :], other=0.0)
         values = tl.load(at_v, mask=written[:, None], other=0.0)
 
-    for done in tl.range(0, n, QUERIES, num_stages=STAGES):
-        entry_of = done + row // GROUP
-        live = (entry_of < n) & (row < QUERIES * GROUP)
-        entry = tl.load(order + start + entry_of, mask=live, other=0)
-        token = (first_token + entry // IDS).to(tl.int64)
-        position = tl.load(position_of + token, mask=live, other=-1)
-        at_q = q + token[:, None] * q_token + head[:, None] * q_head + dim[None, :] * q_dim
-        queries = tl.load(at_q, mask=live[:, None], other=0.0)
+    # queries are fetched one tile ahead and entries two: the gather hides behind the products
+    of_tile = row // GROUP
+    real = row < QUERIES * GROUP
+    entry_next = tl.load(order + start + of_tile, mask=real & (of_tile < n), other=0)
+    token_next = (first_token + entry_next // IDS).to(tl.int64)
+    live_next = real & (of_tile < n)
+    position_next = tl.load(position_of + token_next, mask=live_next, other=-1)
+    at_q = q + token_next[:, None] * q_token + head[:, None] * q_head + dim[None, :] * q_dim
+    queries_next = tl.load(at_q, mask=live_next[:, None], other=0.0)
+    entry_after = tl.load(order + start + QUERIES + of_tile, mask=real & (QUERIES + of_tile < n), other=0)
+    for done in tl.range(0, n, QUERIES, num_stages=1):
+        entry, live, position, queries = entry_next, live_next, position_next, queries_next
+        entry_next = entry_after
+        live_next = real & (done + QUERIES + of_tile < n)
+        token_next = (first_token + entry_next // IDS).to(tl.int64)
+        position_next = tl.load(position_of + token_next, mask=live_next, other=-1)
+        at_q = q + token_next[:, None] * q_token + head[:, None] * q_head + dim[None, :] * q_dim
+        queries_next = tl.load(at_q, mask=live_next[:, None], other=0.0)
+        far = done + 2 * QUERIES + of_tile
+        entry_after = tl.load(order + start + far, mask=real & (far < n), other=0)
         if whole:
-            scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
+            scores = tl.dot(queries, keys, input_precision=PRECISION)
             scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-            top = tl.maximum(tl.max(scores, 1), -1e38)
-            weights = tl.exp2(scores - top[:, None])
+            top = tl.maximum(tl.max(scores, 1) * scale, -1e38)
+            weights = tl.exp2(scores * scale - top[:, None])
             total = tl.sum(weights, 1)
             acc = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
         else:
@@ -243,7 +254,7 @@ def attend_block(
                 top = higher
         out_row = (entry // IDS).to(tl.int64) * (HEADS * IDS) + head * IDS + entry % IDS
         to = partial + out_row[:, None] * DIM + dim[None, :]
-        tl.store(to, (acc / total[:, None]).to(partial.dtype.element_ty), mask=live[:, None])
+        tl.store(to, (acc * (1.0 / total)[:, None]).to(partial.dtype.element_ty), mask=live[:, None])
         tl.store(partial_lse + out_row, top + tl.log2(total), mask=live)
 
 
@@ -264,35 +275,27 @@ def merge(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     IDS: tl.constexpr,
+    IDS_PADDED: tl.constexpr,
     DIM: tl.constexpr,
-    ROWS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """The softmax over a token's blocks, from the partial results of ROWS heads."""
-    local = tl.program_id(0).to(tl.int64)
+    """One row of the result: the softmax over a head's blocks."""
+    head = tl.program_id(0)
+    local = tl.program_id(1).to(tl.int64)
     token = first_token + local
-    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    real = head < HEADS
+    slot = tl.arange(0, IDS_PADDED)
     dim = tl.arange(0, DIM)
-    rank = ranks + (local * GROUPS + head // GROUP) * IDS
-    row = (local * HEADS + head) * IDS
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    for slot in tl.static_range(IDS):
-        selects = real & (tl.load(rank + slot, mask=real, other=-1) >= 0)
-        top = tl.maximum(top, tl.load(partial_lse + row + slot, mask=selects, other=float("-inf")))
+    rank = tl.load(ranks + (local * GROUPS + head // GROUP) * IDS + slot, mask=slot < IDS, other=-1)
+    row = (local * HEADS + head) * IDS + slot
+    base2 = tl.load(partial_lse + row, mask=rank >= 0, other=float("-inf"))
+    part = tl.load(partial + row[:, None] * DIM + dim[None, :], mask=(rank >= 0)[:, None], other=0.0)
+    top = tl.max(base2, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, DIM), tl.float32)
-    for slot in tl.static_range(IDS):
-        selects = real & (tl.load(rank + slot, mask=real, other=-1) >= 0)
-        weight = tl.exp2(tl.load(partial_lse + row + slot, mask=selects, other=float("-inf")) - base)
-        part = tl.load(partial + (row + slot)[:, None] * DIM + dim[None, :], mask=selects[:, None], other=0.0)
-        total += weight
-        acc += weight[:, None] * part.to(tl.float32)
+    weight = tl.exp2(base2 - base)
+    total = tl.sum(weight, 0)
     empty = total == 0
-    result = acc / tl.where(empty, 1.0, total)[:, None]
-    at = out + token * out_token + head[:, None] * out_head + dim[None, :] * out_dim
-    tl.store(at, result.to(out.dtype.element_ty), mask=real[:, None])
+    result = tl.sum(part.to(tl.float32) * weight[:, None], 0) / tl.where(empty, 1.0, total)
+    tl.store(out + token * out_token + head * out_head + dim * out_dim, result.to(out.dtype.element_ty))
     if LSE:
         natural = tl.where(empty, float("-inf"), (base + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
-        tl.store(lse + token * lse_token + head * lse_head, natural, mask=real)
+        tl.store(lse + token * lse_token + head * lse_head, natural)

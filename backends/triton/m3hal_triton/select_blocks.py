@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from m3hal.dispatch.manifest import Kernel
 from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
-from m3hal_triton._launch import common_power_of_two, dot_precision, multiprocessors
+from m3hal_triton._launch import common_power_of_two, dot_precision, multiprocessors, programmatic
 from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
 from m3hal_triton._score import score_few, score_many
 from m3hal_triton.topk_blocks import launch_topk
@@ -20,16 +21,30 @@ from m3hal_triton.topk_blocks import launch_topk
 FEW_TOKENS = 8
 #: bytes of scores that prefill keeps before it chooses from them
 SCORE_BYTES = 128 << 20
-#: elements that the choice from a long context holds in registers
-CHOICE_TILE = 16384
+
+
+@dataclass
+class Tuning:
+    """Launch parameters found on an H200. programs: of a decode, a multiple of the multiprocessors."""
+
+    programs: int = 2
+    warps: int = 4
+    stages: int = 5
+    rows: int = 128  # of a prefill's tile
+    prefill_warps: int = 4
+    prefill_stages: int = 3
+    waves: int = 8  # of programs that a prefill is split into at least
+
+
+TUNING = Tuning()
 
 
 def select_blocks(site: Site) -> Kernel:
-    """Scores and choice: one launch for decode, two for prefill."""
+    """Scores and choice: two launches, or two for each piece of a long prefill."""
     blocks = _blocks(site)
-    rows = site.num_index_heads * FEW_TOKENS
-    few = 4 * site.max_seqs * blocks * rows
-    return _kernel(site, _Select(site), max(few, min(SCORE_BYTES, 4 * site.max_tokens * site.num_index_heads * blocks)))
+    row = 4 * site.num_index_heads * blocks
+    few = min(site.max_tokens, site.max_seqs * FEW_TOKENS) * row
+    return _kernel(site, _Select(site), max(few, min(SCORE_BYTES, site.max_tokens * row)))
 
 
 def block_scores(site: Site) -> Kernel:
@@ -59,41 +74,32 @@ class _Indexer:
         self._heads = site.num_index_heads
         narrow = site.dtype == "float32"  # IEEE products of fp32 hold their operands in registers
         self._keys = min(common_power_of_two(site.block_size, 1 << 30), 32 if narrow else 128)
-        self._rows = 32 if narrow else 128
-        self._stages = 2 if narrow else 3
+        self._narrow = narrow
+        self._rows = 32 if narrow else TUNING.rows
 
     def _few(
-        self, index_q: torch.Tensor, cache: PagedCache, batch: BatchPlan, scores: torch.Tensor, out: torch.Tensor | None
+        self, index_q: torch.Tensor, cache: PagedCache, batch: BatchPlan, scores: torch.Tensor, early: bool = False
     ) -> None:
-        """One launch over all requests' blocks; with ``out``, scores is scratch and the blocks are chosen too."""
+        """Scores of all tokens, equal shares of all requests' blocks for each program."""
         site, meta, heads = self._site, batch.meta, self._heads
         keys = cache.k
         tile = triton.next_power_of_2(max(meta.max_q, 1))
-        blocks = triton.next_power_of_2(max(triton.cdiv(meta.max_k, site.block_size), 1))
-        padded = triton.next_power_of_2(heads)
-        score_few[(2 * multiprocessors(index_q.device),)](
+        score_few[(TUNING.programs * multiprocessors(index_q.device),)](
             index_q,
             keys,
             meta.cu_q,
             meta.seq_lens,
             meta.block_table,
             batch.first_block,
-            batch.position,
-            batch.counters,
             scores,
-            scores if out is None else out,
-            index_q.shape[0],
             meta.seq_lens.shape[0],
             *index_q.stride(),
             keys.stride(0),
             keys.stride(2),
             keys.stride(3),
             *meta.block_table.stride(),
-            *(scores.stride() if out is None else (0, 0, 0)),
-            *((0, 0, 0) if out is None else out.stride()),
+            *scores.stride(),
             HEADS=heads,
-            HEADS_PADDED=padded,
-            HEADS_AT_ONCE=max(1, min(padded, CHOICE_TILE // blocks)),
             QT=tile,
             ROWS=max(16, triton.next_power_of_2(tile * heads)),
             DIM=site.index_dim,
@@ -101,15 +107,10 @@ class _Indexer:
             PAGE=site.page_size,
             KEYS=self._keys,
             REQUESTS=triton.next_power_of_2(meta.seq_lens.shape[0]),
-            CHOOSE=out is not None,
-            TOPK=site.top_k_blocks,
-            TOPK_PADDED=triton.next_power_of_2(site.top_k_blocks),
-            INIT=site.init_blocks,
-            LOCAL=site.local_blocks,
-            BLOCKS=blocks,
             PRECISION=dot_precision(index_q.dtype),
-            num_warps=8,
-            num_stages=self._stages,
+            EARLY=early,
+            num_warps=TUNING.warps,
+            num_stages=2 if self._narrow else TUNING.stages,
         )
 
     def _many(
@@ -120,7 +121,7 @@ class _Indexer:
         keys = cache.k
         requests = meta.seq_lens.shape[0]
         tiles = triton.cdiv(index_q.shape[0], self._rows // self._heads) + requests
-        programs = 4 * multiprocessors(index_q.device)
+        programs = TUNING.waves * multiprocessors(index_q.device)
         shares = max(1, min(triton.cdiv(programs, tiles), scores.shape[2], 64))
         score_many[(tiles, shares)](
             index_q,
@@ -146,8 +147,8 @@ class _Indexer:
             KEYS=self._keys,
             REQUESTS=triton.next_power_of_2(requests),
             PRECISION=dot_precision(index_q.dtype),
-            num_warps=8 if self._rows == 128 else 4,
-            num_stages=self._stages,
+            num_warps=4 if self._narrow else TUNING.prefill_warps,
+            num_stages=2 if self._narrow else TUNING.prefill_stages,
         )
 
 
@@ -163,7 +164,7 @@ class _Scores(_Indexer):
         out.fill_(float("-inf"))
         if out.numel() and meta.seq_lens.shape[0]:
             if meta.max_q <= FEW_TOKENS:
-                self._few(index_q, index_cache, batch, out, None)
+                self._few(index_q, index_cache, batch, out)
             else:
                 self._many(index_q, index_cache, batch, out, 0, index_q.shape[0])
         return out
@@ -186,15 +187,17 @@ class _Select(_Indexer):
         if not out.numel() or not meta.seq_lens.shape[0]:
             return out.fill_(-1)
         scratch = workspace.view(torch.float32)
-        if meta.max_q <= FEW_TOKENS:
-            self._few(index_q, index_cache, batch, scratch, out)
-            return out
         tokens, heads = index_q.shape[0], self._heads
         blocks = max(triton.cdiv(meta.max_k, site.block_size), 1)
-        at_once = scratch.numel() // (heads * blocks)
+        few = meta.max_q <= FEW_TOKENS
+        early = few and programmatic(index_q.device)
+        at_once = tokens if few else scratch.numel() // (heads * blocks)
         for low in range(0, tokens, at_once):
             high = min(low + at_once, tokens)
             scores = scratch[: (high - low) * heads * blocks].view(high - low, heads, blocks)
-            self._many(index_q, index_cache, batch, scores, low, high)
-            launch_topk(site, scores, scores.stride(), batch.position[low:], site.block_size, out[low:high])
+            if few:
+                self._few(index_q, index_cache, batch, scores, early)
+            else:
+                self._many(index_q, index_cache, batch, scores, low, high)
+            launch_topk(site, scores, scores.stride(), batch.position[low:], site.block_size, out[low:high], early)
         return out

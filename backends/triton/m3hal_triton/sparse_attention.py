@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,29 +14,57 @@ from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton import _sparse_prefill as prefill
-from m3hal_triton._launch import LOG2_E, common_power_of_two, dot_precision, power_of_two_below
-from m3hal_triton._plan import TARGET_PROGRAMS, BatchPlan, plan_batch, plan_bytes
-from m3hal_triton._sparse_decode import attend
+from m3hal_triton._launch import (
+    LOG2_E,
+    after,
+    common_power_of_two,
+    dot_precision,
+    multiprocessors,
+    power_of_two_below,
+    programmatic,
+)
+from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
+from m3hal_triton._sparse_decode import attend, merge_splits
 
 #: query tokens of a request up to which it is decoded or verified, not prefilled
 FEW_TOKENS = 8
 #: query tokens of one request that share a program, and so the reading of a block
 MAX_QUERY_TILE = 4
+#: programs of a split decode, at most
+MAX_SPLIT_PROGRAMS = 1024
 #: rows of the matrix unit's smallest tile
 MIN_ROWS = 16
 #: bytes of a prefill's workspace
 PREFILL_BYTES = 256 << 20
 #: counters of the sort that are kept at least, so that all pieces of a chunk are sorted together
 SORT_COUNTERS = 1 << 20
-#: entries of one work item, and of one program of the sort
-CHUNK = 64
+#: entries of one program of the sort
 ENTRIES = 1024
+
+
+@dataclass
+class Tuning:
+    """Launch parameters found on an H200. programs: that a decode is split into, a multiple of the multiprocessors."""
+
+    programs: int = 2
+    keys: int = 64
+    warps: int = 4
+    stages: int = 3
+    verify_warps: int = 4
+    verify_stages: int = 3
+    chunk: int = 32  # entries of a work item
+    rows: int = 64
+    prefill_warps: int = 4
+    merge_warps: int = 1
+
+
+TUNING = Tuning()
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def sparse_attention(site: Site) -> Kernel:
-    """The kernel for a site: split-K decode with an in-kernel merge, and prefill organised by key block."""
+    """The kernel for a site: split-K decode, and prefill organised by key block."""
     bounds = {"max_tokens": site.max_tokens, "max_seqs": site.max_seqs, "block_size": site.block_size}
     run = _Run(site)
     return Kernel(
@@ -53,7 +82,7 @@ class _Run:
         self._site = site
         self._group = site.num_q_heads // site.num_kv_heads
         self._narrow = site.dtype == "float32"  # IEEE products of fp32 hold their operands in registers
-        self._keys = min(common_power_of_two(site.block_size, site.page_size), 16 if self._narrow else 64)
+        self._keys = min(common_power_of_two(site.block_size, site.page_size), 16 if self._narrow else TUNING.keys)
         self._fake = partial(load("sparse_attention").fake, return_lse=site.return_lse)
         self._decode_bytes = self._decode_workspace()
         self.workspace_bytes = self._decode_bytes
@@ -65,9 +94,9 @@ class _Run:
             self.workspace_bytes = max(self._decode_bytes, self._sort_bytes + self._piece * per_token)
 
     def _decode_workspace(self) -> int:
-        """Bytes of the partial sums: fewer than twice TARGET_PROGRAMS programs are ever split."""
-        rows = max(MIN_ROWS, triton.next_power_of_2(MAX_QUERY_TILE * self._group))
-        return 4 * 2 * TARGET_PROGRAMS * rows * (self._site.head_dim + 2)
+        """Bytes of the partial results: a batch is split only while its splits are at most MAX_SPLIT_PROGRAMS."""
+        rows = MAX_SPLIT_PROGRAMS * MAX_QUERY_TILE * self._group
+        return 4 * min(rows, self._site.max_tokens * self._site.num_q_heads * 16) * (self._site.head_dim + 1)
 
     def _prefill_sort_bytes(self) -> int:
         """Bytes of ranks, order, work items and counters."""
@@ -99,8 +128,13 @@ class _Run:
         tile = min(triton.next_power_of_2(max(meta.max_q, 1)), MAX_QUERY_TILE)
         chunks = triton.cdiv(max(meta.max_q, 1), tile)
         programs = requests * chunks * site.num_kv_heads
-        splits = min(power_of_two_below(TARGET_PROGRAMS // programs), power_of_two_below(site.top_k_blocks))
+        room = min(TUNING.programs * multiprocessors(q.device), MAX_SPLIT_PROGRAMS) // programs
+        splits = min(power_of_two_below(room), power_of_two_below(site.top_k_blocks))
         k, v = kv.k, kv.v
+        words = workspace.view(torch.float32)
+        rows = q.shape[0] * site.num_q_heads * splits
+        early = splits > 1 and programmatic(q.device)
+        partials, partial_lse = words[: rows * site.head_dim], words[rows * site.head_dim :]
         attend[(splits, site.num_kv_heads, requests * chunks)](
             q,
             k,
@@ -109,8 +143,8 @@ class _Run:
             meta.cu_q,
             meta.seq_lens,
             meta.block_table,
-            batch.counters,
-            q if splits == 1 else workspace.view(torch.float32),
+            partials,
+            partial_lse,
             output,
             lse,
             site.scale * LOG2_E,
@@ -136,9 +170,16 @@ class _Run:
             SPLITS=splits,
             LSE=site.return_lse,
             PRECISION=dot_precision(q.dtype),
-            num_warps=8 if self._narrow else 4,
-            num_stages=2 if self._narrow else 3,
+            EARLY=early,
+            num_warps=8 if self._narrow else (TUNING.warps if tile == 1 else TUNING.verify_warps),
+            num_stages=2 if self._narrow else (TUNING.stages if tile == 1 else TUNING.verify_stages),
         )
+        if splits > 1:
+            merge_splits[(q.shape[0], site.num_q_heads)](
+                partials, partial_lse, batch.request, output, lse, site.num_q_heads,
+                *output.stride(), *lse.stride()[:2],
+                DIM=site.head_dim, SPLITS=splits, LSE=site.return_lse, EARLY=early, num_warps=1, **after(early),
+            )  # fmt: skip
 
     def _prefill(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]
         site, meta = self._site, batch.meta
@@ -169,12 +210,13 @@ class _Run:
         )  # fmt: skip
         prefill.offsets[(sort.pieces,)](
             sort.counts, sort.starts, sort.items, sort.totals, batch.first_block, meta.seq_lens.shape[0], sort.slots,
-            GROUPS=groups, CHUNK=CHUNK, WIDE=2048, num_warps=8,
+            GROUPS=groups, CHUNK=TUNING.chunk, WIDE=2048, num_warps=8,
         )  # fmt: skip
         prefill.scatter[grid](
             block_ids, request, meta.seq_lens, batch.first_block, meta.block_table, sort.counts, sort.starts,
             sort.items, sort.ranks, sort.order, sort.work, n, sort.slots, piece, sort.max_items,
-            *block_ids.stride(), *meta.block_table.stride(), **statics, PAGE=site.page_size, CHUNK=CHUNK, num_warps=4,
+            *block_ids.stride(), *meta.block_table.stride(), **statics, PAGE=site.page_size,
+            CHUNK=TUNING.chunk, num_warps=4,
         )  # fmt: skip
 
     def _piece_of(self, sort, index, first_token, count, room, q, kv, ids, batch, output, lse) -> None:  # type: ignore[no-untyped-def]
@@ -208,16 +250,15 @@ class _Run:
             GROUP=group,
             GROUPS=site.num_kv_heads,
             IDS=ids,
-            ROWS=max(MIN_ROWS if self._narrow else 64, triton.next_power_of_2(group)),
+            ROWS=max(MIN_ROWS if self._narrow else TUNING.rows, triton.next_power_of_2(group)),
             DIM=site.head_dim,
             BLOCK=site.block_size,
             PAGE=site.page_size,
             KEYS=site.block_size if whole else self._keys,
-            STAGES=2,
             PRECISION=dot_precision(q.dtype),
-            num_warps=4,
+            num_warps=4 if self._narrow else TUNING.prefill_warps,
         )
-        prefill.merge[(count, triton.cdiv(site.num_q_heads, 8))](
+        prefill.merge[(site.num_q_heads, count)](
             partials,
             partial_lse,
             sort.ranks[local * site.num_kv_heads * ids :],
@@ -230,10 +271,10 @@ class _Run:
             GROUP=group,
             GROUPS=site.num_kv_heads,
             IDS=ids,
+            IDS_PADDED=triton.next_power_of_2(ids),
             DIM=site.head_dim,
-            ROWS=8,
             LSE=site.return_lse,
-            num_warps=4,
+            num_warps=TUNING.merge_warps,
         )
 
 
@@ -242,7 +283,7 @@ class _Sort:
 
     def __init__(self, workspace: torch.Tensor, n: int, piece: int, slots: int, per_token: int) -> None:
         self.slots, self.piece, self.pieces = slots, piece, triton.cdiv(n, piece)
-        self.max_items = min(slots, piece * per_token) + triton.cdiv(piece * per_token, CHUNK)
+        self.max_items = min(slots, piece * per_token) + triton.cdiv(piece * per_token, TUNING.chunk)
         sizes = [n * per_token, n * per_token, 8 * self.pieces * self.max_items]
         sizes += [self.pieces * slots] * 3 + [self.pieces]
         words = workspace.view(torch.int32)[: sum(sizes)].split(sizes)

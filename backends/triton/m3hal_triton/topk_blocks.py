@@ -10,10 +10,11 @@ import triton.language as tl
 
 from m3hal.ops import load
 from m3hal.shape import Site
-from m3hal_triton._choose import choose_visible, order_key
+from m3hal_triton._choose import order_key, place
+from m3hal_triton._launch import after
 
-#: elements of a program's tile: rows share it, so that short rows come several to a program
-TILE = 4096
+#: scores that a warp ranks; a program is one row, and one warp needs no barrier
+SCORES_PER_WARP = 512
 
 
 def topk_blocks(site: Site) -> partial[torch.Tensor]:
@@ -41,6 +42,7 @@ def launch_topk(
     visible: torch.Tensor,
     divisor: int,
     out: torch.Tensor,
+    early: bool = False,
 ) -> None:
     """Chooses for every row of out [T, Hi, k]; a token sees ``visible[t]`` blocks, or with a divisor, which is then the
     block size, ``visible[t] // divisor + 1`` of a position."""
@@ -48,13 +50,11 @@ def launch_topk(
     if not out.numel():
         return
     blocks = triton.next_power_of_2(max(scores.shape[-1], 1))
-    rows = max(1, min(triton.next_power_of_2(heads), TILE // blocks))
-    _choose_rows[(tokens, triton.cdiv(heads, rows))](
+    _choose_row[(heads, tokens)](
         scores,
         visible,
         out,
         scores.shape[-1],
-        heads,
         *strides,
         *out.stride(),
         DIVISOR=divisor,
@@ -62,19 +62,19 @@ def launch_topk(
         TOPK_PADDED=triton.next_power_of_2(site.top_k_blocks),
         INIT=site.init_blocks,
         LOCAL=site.local_blocks,
-        ROWS=rows,
         BLOCKS=blocks,
-        num_warps=4,
+        EARLY=early,
+        num_warps=max(1, min(8, blocks // SCORES_PER_WARP)),
+        **after(early),
     )
 
 
 @triton.jit
-def _choose_rows(
+def _choose_row(
     scores,
     visible_of,
     out,
     blocks,
-    heads,
     score_token,
     score_head,
     score_block,
@@ -86,30 +86,28 @@ def _choose_rows(
     TOPK_PADDED: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * ROWS
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     visible = tl.load(visible_of + token)
     if DIVISOR > 1:
         visible = tl.where(visible < 0, 0, visible // DIVISOR + 1)
-    choose_visible(
-        scores + token * score_token + head * score_head,
-        score_head,
-        score_block,
-        tl.minimum(visible, blocks),
-        out + token * out_token + head * out_head,
-        out_head,
-        out_slot,
-        heads - head,
-        TOPK,
-        TOPK_PADDED,
-        INIT,
-        LOCAL,
-        ROWS,
-        BLOCKS,
-    )
+    visible = tl.minimum(visible, blocks)
+    block = tl.arange(0, BLOCKS)
+    present = block < visible
+    at = scores + token * score_token + head * score_head + block.to(tl.int64) * score_block
+    score = tl.load(at, mask=present, other=0.0)
+    forced = present & ((block < INIT) | (block >= visible - LOCAL))
+    position = place(order_key(score, forced, present), tl.minimum(visible, TOPK))
+    row = out + token * out_token + head * out_head
+    tl.store(row + position * out_slot, block, mask=position >= 0)
+    slot = tl.arange(0, TOPK_PADDED)
+    none = tl.full((TOPK_PADDED,), -1, tl.int32)
+    tl.store(row + slot * out_slot, none, mask=(slot >= visible) & (slot < TOPK))
 
 
 def _merge(

@@ -58,7 +58,7 @@ def test_groups_and_pages(dtype, group, page, block):
 
 def test_one_program_without_splits(monkeypatch):
     """A batch too large to split writes its result directly and takes no workspace."""
-    monkeypatch.setattr("m3hal_triton.sparse_attention.TARGET_PROGRAMS", 1)
+    monkeypatch.setattr("m3hal_triton.sparse_attention.MAX_SPLIT_PROGRAMS", 1)
     site = sparse_site(torch.float32, return_lse=True)
     _check(site, Batch(site, [(1, 80), (1, 40)], torch.float32))
 
@@ -77,7 +77,7 @@ def test_ids_past_the_query_are_ignored():
     )
 
 
-def test_repeated_runs_agree_and_reset_the_counters():
+def test_repeated_runs_agree():
     """The plan serves several layers: a second run over it gives the same bits."""
     site = sparse_site(torch.bfloat16)
     batch = Batch(site, [(1, 90), (1, 50)], torch.bfloat16)
@@ -85,7 +85,6 @@ def test_repeated_runs_agree_and_reset_the_counters():
     ids, kernel = batch.block_ids(site.num_kv_heads), sparse_attention(site)
     planned = plan(kernel, batch.meta)
     first = kernel.run(q, kv, ids, planned, workspace=workspace(kernel))
-    assert int(planned.counters.abs().max()) == 0
     assert torch.equal(first, kernel.run(q, kv, ids, planned, workspace=workspace(kernel)))
 
 

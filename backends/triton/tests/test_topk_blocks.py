@@ -36,6 +36,16 @@ def test_ties_nan_and_forced_blocks(k, init, local):
     assert torch.equal(out, op.reference(scores, visible, **op.static_values(site)))
 
 
+@pytest.mark.parametrize("blocks", [64, 130, 300])
+def test_many_blocks_go_by_groups(blocks):
+    """Groups of blocks first: ties across and within groups, forced blocks, and a last group that is not full."""
+    site, op = _site(4, 1, 2), load("topk_blocks")
+    scores = _scores(5, 2, blocks, seed=2)
+    visible = torch.tensor([blocks, blocks - 3, 33, 9, 2], dtype=torch.int32, device=DEVICE)
+    out = topk_blocks(site)(scores, visible)
+    assert torch.equal(out, op.reference(scores, visible, **op.static_values(site)))
+
+
 def test_random_scores_and_strides():
     """Distinct scores of both signs and all magnitudes, in a transposed buffer."""
     site, op = _site(8, 0, 1), load("topk_blocks")

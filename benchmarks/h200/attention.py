@@ -1,0 +1,282 @@
+# ruff: noqa: B023 (closures run within the iteration that made them)
+"""MiniMax-M3's sparse attention half on an H200: m3hal's Triton kernels beside vLLM's, one section a run.
+
+python benchmarks/h200/attention.py SECTION... --peers FOLDER --out FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+
+import harness as h
+import torch
+from m3hal_triton import select_blocks, sparse_attention, topk_blocks
+
+SCALE = 128**-0.5
+
+
+def prepare(kernel, batches):
+    """Workspace, and a plan for each batch."""
+    workspace = torch.empty(max(kernel.workspace_bytes, 1), dtype=torch.uint8, device=h.DEVICE)
+    plans = [
+        kernel.plan_batch(meta, torch.empty(kernel.plan_bytes, dtype=torch.uint8, device=h.DEVICE)) for meta in batches
+    ]
+    return workspace, plans
+
+
+def exact_attention(q, kv, meta, ids, tokens):
+    """fp64, for sampled tokens of equal requests: [len(tokens), Hq, D]."""
+    groups, rows = kv.layout.heads, []
+    for token in tokens:
+        request, offset = divmod(token, meta.max_q)
+        position = meta.max_k - meta.max_q + offset
+        heads = []
+        for group in range(groups):
+            blocks = ids[token, group]
+            blocks = blocks[blocks >= 0].long()
+            pages = meta.block_table[request, blocks].long()
+            k, v = kv.k[pages, group].double().flatten(0, 1), kv.v[pages, group].double().flatten(0, 1)
+            at = (blocks[:, None] * 128 + torch.arange(128, device=q.device)).flatten()
+            size = q.shape[1] // groups
+            s = q[token, group * size : (group + 1) * size].double() @ k.T * SCALE
+            heads.append(torch.softmax(s.masked_fill(at > position, float("-inf")), -1) @ v)
+        rows.append(torch.cat(heads))
+    return torch.stack(rows)
+
+
+def exact_choice(index_q, keys, meta, token):
+    """fp64 scores [Hi, blocks] of one token of equal requests, and their 16 best with the newest forced."""
+    request, offset = divmod(token, meta.max_q)
+    position = meta.max_k - meta.max_q + offset
+    blocks = position // 128 + 1
+    k = keys.k[meta.block_table[request, :blocks].long(), 0].double().flatten(0, 1)
+    s = (index_q[token].double() @ k.T).masked_fill(torch.arange(len(k), device=k.device) > position, float("-inf"))
+    s = s.view(len(s), blocks, 128).amax(-1)
+    ranked = s.clone()
+    ranked[:, -1] = float("inf")
+    return s, ranked.topk(min(16, blocks), -1).indices.sort(-1).values
+
+
+def overlap(ids, index_q, keys, meta, tokens):
+    """Share of the exact choice that was chosen, over sampled tokens; the ids' form is checked too."""
+    hits, total = 0, 0
+    for token in tokens:
+        _, best = exact_choice(index_q, keys, meta, token)
+        for head in range(ids.shape[1]):
+            row = ids[token, head]
+            row = row[row >= 0]
+            assert torch.equal(row, row.unique()), "ids must ascend"
+            assert best[head, -1] == row[-1], "the newest block must be chosen"
+            hits += len(set(row.tolist()) & set(best[head].tolist()))
+            total += best.shape[1]
+    return hits / total
+
+
+def sample(tokens):
+    return sorted({0, tokens // 3, tokens - 1})
+
+
+def select_decode(peer):
+    """Score and choice, one token a request."""
+    pages = 32768
+    keys = h.cache(pages, 1, False)
+    flat = keys.buf.view(pages, 128, 128)
+    for tp in (1, 4):
+        site = h.site(tp)
+        heads = site.num_index_heads
+        for requests, context in ((1, 8192), (1, 65536), (8, 65536), (64, 8192), (64, 65536), (1, 524288), (8, 524288)):
+            size = requests * context * 256
+            count = max(1, min(24, -(-3 * 10**8 // size)))
+            batches = h.metas(pages, requests, 1, context, count, seed=1)
+            qs = [torch.randn(requests, heads, 128, device=h.DEVICE, dtype=torch.bfloat16) for _ in batches]
+            theirs = torch.full((requests, heads, 16), -7, dtype=torch.int32, device=h.DEVICE)
+            ours = torch.full_like(theirs, -7)
+            kernel = select_blocks.select_blocks(site)
+            workspace, plans = prepare(kernel, batches)
+            step = peer.index.minimax_m3_index_decode
+
+            def peer_call(i, longest):
+                return lambda: step(
+                    qs[i], flat, batches[i].block_table, batches[i].seq_lens, longest, 16, 0, 1, heads, 1, 1,
+                    out=theirs.transpose(0, 1),
+                )  # fmt: skip
+
+            calls = {
+                "vllm": [peer_call(i, context) for i in range(count)],
+                "m3hal": [lambda i=i: kernel.run(qs[i], keys, plans[i], ours, workspace) for i in range(count)],
+            }
+            calls["m3hal"][0]()
+            found = overlap(ours, qs[0], keys, batches[0], sample(requests))
+            times = h.graphs(calls)
+            floor = size / 4.6e6
+            h.row("select decode", f"TP{tp} B{requests} {context // 1024}K", times, floor_us=floor, overlap=found)
+
+
+def sparse_decode(peer):
+    """Attention over 16 blocks, one token a request, and four with equal selections."""
+    pages = 16384
+    for tp in (1, 4):
+        site = h.site(tp)
+        kv = h.cache(pages, site.num_kv_heads, True)
+        for requests, q_len in ((1, 1), (8, 1), (64, 1), (1, 4), (8, 4), (64, 4)):
+            tokens, context = requests * q_len, 65536
+            size = requests * site.num_kv_heads * 16 * 128 * 512
+            count = max(1, min(24, -(-3 * 10**8 // size)))
+            batches = h.metas(pages, requests, q_len, context, count, seed=2)
+            positions = torch.full((requests,), context - q_len, device=h.DEVICE)
+            ids = [h.random_ids(positions, site.num_kv_heads, seed=s).repeat_interleave(q_len, 0) for s in range(count)]
+            turned = [i.transpose(0, 1).contiguous() for i in ids]
+            qs = [torch.randn(tokens, site.num_q_heads, 128, device=h.DEVICE, dtype=torch.bfloat16) for _ in batches]
+            theirs, ours = (torch.full_like(qs[0], float("nan")) for _ in range(2))
+            kernel = sparse_attention.sparse_attention(site)
+            workspace, plans = prepare(kernel, batches)
+            step = peer.sparse.minimax_m3_sparse_attn_decode
+            calls = {
+                "vllm": [
+                    lambda i=i: step(
+                        qs[i], kv.buf, turned[i], batches[i].block_table, batches[i].seq_lens, site.num_kv_heads,
+                        SCALE, theirs, q_len,
+                    )
+                    for i in range(count)
+                ],
+                "m3hal": [lambda i=i: kernel.run(qs[i], kv, ids[i], plans[i], ours, workspace) for i in range(count)],
+            }  # fmt: skip
+            for name in calls:
+                calls[name][0]()
+            exact = exact_attention(qs[0], kv, batches[0], ids[0], sample(tokens))
+            errors = {
+                f"error_{n}": h.relative(t[sample(tokens)], exact) for n, t in (("m3hal", ours), ("vllm", theirs))
+            }
+            times = h.graphs(calls)
+            h.row("sparse decode", f"TP{tp} B{requests} x{q_len}", times, floor_us=size / 4.6e6, **errors)
+
+
+def prefill(peer):
+    """One request's chunk at the end of its context: score, choice and attention."""
+    pages = 1024
+    for tp in (1, 4):
+        site = h.site(tp)
+        heads, groups = site.num_index_heads, site.num_kv_heads
+        keys, kv = h.cache(pages, 1, False), h.cache(pages, groups, True)
+        flat = keys.buf.view(pages, 128, 128)
+        for tokens, context in ((2048, 8192), (2048, 65536), (8192, 8192), (8192, 65536)):
+            (meta,) = h.metas(pages, 1, tokens, context, 1, seed=3)
+            before = torch.tensor([context - tokens], dtype=torch.int32, device=h.DEVICE)
+            index_q = torch.randn(tokens, heads, 128, device=h.DEVICE, dtype=torch.bfloat16)
+            q = torch.randn(tokens, site.num_q_heads, 128, device=h.DEVICE, dtype=torch.bfloat16)
+            case = f"TP{tp} {tokens} @ {context // 1024}K"
+            positions = torch.arange(context - tokens, context, device=h.DEVICE)
+
+            # score
+            scorer = select_blocks.block_scores(site)
+            _, (plan,) = prepare(scorer, [meta])
+            mine = torch.full((tokens, heads, -(-context // 128)), float("nan"), device=h.DEVICE)
+            arguments = (index_q, flat, meta.block_table, meta.cu_q, meta.seq_lens, before, tokens, context, heads)
+            scores = peer.index.minimax_m3_index_score(*arguments)
+            scorer.run(index_q, keys, plan, mine)
+            flops = 2 * heads * 128 * int((positions + 1).sum())
+            candidates = {"vllm": lambda: peer.index.minimax_m3_index_score(*arguments)}
+            for target in (264, 2112):
+                split = peer.split_score(target)
+                candidates[f"vllm split {target}"] = lambda split=split: split(*arguments)
+            candidates["m3hal"] = lambda: scorer.run(index_q, keys, plan, mine)
+            times = h.events(candidates)
+            worst = max(
+                float((mine[t, :, : s.shape[1]] - s).abs().max() / s.abs().max())
+                for t in sample(tokens)
+                for s, _ in [exact_choice(index_q, keys, meta, t)]
+            )
+            h.row("score prefill", case, times, floor_us=flops / 752e6, error=worst)
+
+            # choice
+            theirs = torch.full((tokens, heads, 16), -7, dtype=torch.int32, device=h.DEVICE)
+            chosen = torch.full_like(theirs, -7)
+            visible = (positions // 128 + 1).int()
+            choose = topk_blocks.topk_blocks(site)
+            topk = peer.index.minimax_m3_index_topk
+            times = h.events({
+                "vllm": lambda: topk(scores, meta.cu_q, before, tokens, 16, 0, 1, out=theirs.transpose(0, 1)),
+                "m3hal": lambda: choose(mine, visible, out=chosen),
+            })  # fmt: skip
+            h.row("top-k prefill", case, times, floor_us=mine.numel() * 4 / 4.6e6)
+
+            # both
+            both = select_blocks.select_blocks(site)
+            workspace, (select_plan,) = prepare(both, [meta])
+            ids = torch.full_like(theirs, -7)
+
+            def peer_select(score=peer.index.minimax_m3_index_score):
+                topk(score(*arguments), meta.cu_q, before, tokens, 16, 0, 1, out=theirs.transpose(0, 1))
+
+            best = peer.split_score(264)
+            times = h.events({
+                "vllm": peer_select,
+                "vllm split 264": lambda: peer_select(best),
+                "m3hal": lambda: both.run(index_q, keys, select_plan, ids, workspace),
+            })  # fmt: skip
+            assert torch.equal(ids, chosen)
+            h.row("select prefill", case, times, overlap=overlap(ids, index_q, keys, meta, sample(tokens)))
+
+            # attention, over random selections and over ones that neighbours share
+            attend = sparse_attention.sparse_attention(site)
+            workspace, (plan,) = prepare(attend, [meta])
+            uniform = h.random_ids(positions, groups)
+            kinds = {"uniform": uniform}
+            if tokens == 8192 and context == 65536:
+                shared = uniform.clone()
+                for low in range(0, tokens, 128):
+                    shared[low : low + 128] = uniform[low]
+                kinds["overlapping"] = shared
+            for kind, ids in kinds.items():
+                turned = ids.transpose(0, 1).contiguous()
+                out, other = (torch.full_like(q, float("nan")) for _ in range(2))
+
+                def peer_attend(turned=turned, other=other):
+                    peer.sparse.minimax_m3_sparse_attn(
+                        q, kv.buf, turned, meta.block_table, meta.cu_q, meta.seq_lens, before, tokens, groups, SCALE,
+                        other,
+                    )  # fmt: skip
+
+                def our_attend(ids=ids, out=out):
+                    attend.run(q, kv, ids, plan, out, workspace)
+
+                peer_attend()
+                our_attend()
+                exact = exact_attention(q, kv, meta, ids, sample(tokens))
+                errors = {"error_m3hal": h.relative(out[sample(tokens)], exact)}
+                errors |= {"error_vllm": h.relative(other[sample(tokens)], exact), "between": h.relative(out, other)}
+                times = h.events({"vllm": peer_attend, "m3hal": our_attend})
+                keys_seen = int(((ids >= 0).sum((1, 2)) * 128 - (127 - positions % 128) * groups).sum())
+                floor = 4 * 128 * keys_seen * (site.num_q_heads // groups) / 752e6
+                h.row("sparse prefill", f"{case} {kind}", times, floor_us=floor, **errors)
+
+
+SECTIONS = {"select_decode": select_decode, "sparse_decode": sparse_decode, "prefill": prefill}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], default=list(SECTIONS))
+    parser.add_argument("--peers", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    peer = h.peers(options.peers)
+    failed = False
+    for section in options.sections:
+        try:
+            SECTIONS[section](peer)
+        except Exception:
+            traceback.print_exc()
+            failed = True
+        if not h.WARM:
+            options.out.mkdir(parents=True, exist_ok=True)
+            h.save(options.out / f"{section}.json", " ".join(["python", *sys.argv]))
+            h.ROWS.clear()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
