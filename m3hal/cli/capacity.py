@@ -123,30 +123,38 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         shape = shape_of(config, parallel, kv, index, context)
         weights = weights_of(shape, config, scheme, parallel)
         caches = {"main": main_caches(shape), "index": index_caches(shape)}
+        if arguments.drafter:
+            caches["drafter"] = drafter_caches(arguments.drafter, shape.page_size)
         whole = weights_of(shape_of(config, _ONE, kv, index, context), config, scheme, _ONE).total
     except (ValueError, KeyError) as error:
         raise ConfigurationError(f"{arguments.model} on {arguments.parallel}: {error}.") from error
+    if published:  # what the checkpoint holds besides these matrices is counted on every GPU
+        weights = replace(weights, rest=weights.rest + published - whole)
     size = gpu_memory(gpu) if arguments.memory is None else int(arguments.memory * 1e9)
-    assumptions = [
-        f"a GPU has {_gb(size)} ({'--memory' if arguments.memory else 'as published'}), "
+    usable, reserve = int(size * arguments.utilization), int(arguments.reserve * 1e9)
+    assumptions = _assumptions(arguments, size, scheme, published, whole)
+    return Answer(gpu, gpus, parallel, context, size, usable, weights, reserve, caches, assumptions)
+
+
+def _assumptions(arguments: argparse.Namespace, size: int, scheme: str, published: int, whole: int) -> tuple[str, ...]:
+    """Everything that the answer rests on besides the layouts, as sentences."""
+    lines = [
+        f"a GPU has {_gb(size)} ({'as published' if arguments.memory is None else '--memory'}), "
         f"of which {arguments.utilization:.0%} is used (--utilization)",
         f"activations, graphs and communication buffers take {arguments.reserve:g} GB (--reserve)",
         f"weights: {' and '.join(SCHEMES[scheme])} for routed experts and other projections; "
         "embeddings and vision tower in bf16; routers in fp32",
     ]
     if published:
-        weights = replace(weights, rest=weights.rest + published - whole)
-        assumptions.append(
+        lines.append(
             f"the published checkpoint of {_gb(published)} differs from these matrices by {_gb(published - whole)}, "
             "which is counted on every GPU"
         )
     if arguments.drafter:
-        caches["drafter"] = drafter_caches(arguments.drafter, shape.page_size)
-        assumptions.append("the drafter's weights are not counted, and its caches hold the whole context")
+        lines.append("the drafter's weights are not counted, and its caches hold the whole context")
     else:
-        assumptions.append("no drafter (--drafter)")
-    usable, reserve = int(size * arguments.utilization), int(arguments.reserve * 1e9)
-    return Answer(gpu, gpus, parallel, context, size, usable, weights, reserve, caches, tuple(assumptions))
+        lines.append("no drafter (--drafter)")
+    return tuple(lines)
 
 
 _ONE = Parallel("tp", 1)
@@ -181,6 +189,8 @@ def _model(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], str, int]:
     except (OSError, ValueError) as error:
         hint = did_you_mean(arguments.model, PUBLISHED)
         raise ConfigurationError(f"{arguments.model} is neither a published name nor a configuration.{hint}") from error
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{path} is not a configuration: it holds a {type(config).__name__}.")
     if "quantization_config" in config and not arguments.weights:
         raise ConfigurationError(f"{path} is quantised; say how with --weights {'|'.join(SCHEMES)}.")
     return config, arguments.weights or "bf16", 0

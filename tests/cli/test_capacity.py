@@ -113,6 +113,7 @@ def test_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("--gpu B300x4 --context long", "--context long must be a number of tokens"),
         ("--gpu B300x4 --utilization 90", "--utilization 90.0 must be above 0 and at most 1."),
         ("--gpu B300x4 --drafter big", "--drafter big must read LAYERSxHEADSxDIM:FORMAT"),
+        ("--gpu B300x4 --drafter 6x8x24:nvfp4", "nvfp4 shares a scale among 16 neighbours; 24 don't fill groups"),
         ("--gpu B300x4 --model MiniMax-M4", "neither a published name nor a configuration. Did you mean 'MiniMax-M3'?"),
         ("--gpu B300x3 --parallel tp3", "64 attention heads can't be split over 3 ranks"),
     ],
