@@ -121,7 +121,7 @@ def _in_maps(op: str, name: str, make: Any, maps: list[tuple[str, str]], **optio
     for format, kind in maps:
         bound = lambda rng, site, make=make, kind=kind: make(rng, site, kind)  # noqa: E731
         # an index cache lies in the page map of the main cache, so that one layout names both
-        stored = {"kv_format": "nvfp4" if format == "mxfp4" else format, "index_format": format}
+        stored: dict[str, Any] = {"kv_format": "nvfp4" if format == "mxfp4" else format, "index_format": format}
         asked = {"kind": "sparse_attention", **stored, **options}
         cases += ask(op, f"{format}_{name}", bound, layouts=(kind,), **asked)
     return cases
@@ -129,9 +129,9 @@ def _in_maps(op: str, name: str, make: Any, maps: list[tuple[str, str]], **optio
 
 def _caches() -> list[Case]:
     two: dict[str, Any] = {"tensor_parallel": 2}
-    index = {"tensor_parallel": 1, "bugs": ("F24", "F62")}
+    index: dict[str, Any] = {"tensor_parallel": 1, "bugs": ("F24", "F62")}
     decoded, stale = ("bytes_decoded",), ("stale",)
-    blocks = {"input_class": "blocks", "also": stale, "bugs": ("F19",)}
+    blocks: dict[str, Any] = {"input_class": "blocks", "also": stale, "bugs": ("F19",)}
 
     def write(name: str, make: Any, **options: Any) -> list[Case]:
         return _in_maps("kv_write", name, make, MAIN, **{**two, **options})
@@ -185,7 +185,7 @@ def _experts(format: str):  # type: ignore[no-untyped-def]
 def _weights() -> list[Case]:
     cases: list[Case] = []
     for format in STORED:
-        stored = {"weight_format": format, "kind": "moe", "quick": format in ("mxfp8", "nvfp4")}
+        stored: dict[str, Any] = {"weight_format": format, "kind": "moe", "quick": format in ("mxfp8", "nvfp4")}
         for width in (32, 96, 384, 416):
             cases += ask("linear", f"{format}_k_{width}", _product(width, format), bugs=("F59",), **stored)
         cases += ask("moe_experts", f"{format}_experts", _experts(format), bugs=("F52", "F57"), **stored)
