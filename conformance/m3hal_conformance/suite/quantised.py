@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ def _needles(rng: Rng, site: Site, kind: str) -> Inputs:
     return {"index_q": index_q.to(dtype_of(site)), "index_cache": cache, "meta": held.meta}
 
 
-def _in_maps(op: str, name: str, make: Any, maps: list[tuple[str, str]], **options: Any) -> list[Case]:
+def _in_maps(op: str, name: str, make: Any, maps: Sequence[tuple[str, str]], **options: Any) -> list[Case]:
     """The same question in every format and page map."""
     cases: list[Case] = []
     for format, kind in maps:
