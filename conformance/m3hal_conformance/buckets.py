@@ -105,12 +105,20 @@ def _rows(tensor: Tensor, count: int, fill: float) -> Tensor:
     return grown
 
 
+def _table_width(context: int) -> int:
+    """Columns of a block table that holds a context in pages of 64 tokens, the smallest that cases use, and one more."""
+    return context // 64 + 1
+
+
 def _meta(meta: SeqMeta, target: Mapping[str, int]) -> SeqMeta:
     requests = target.get("requests", len(meta.seq_lens))
     extra = requests - len(meta.seq_lens)
     max_k = target.get("context", meta.max_k)
-    width = max(meta.block_table.shape[1], 1)
+    width = meta.block_table.shape[1]
     table = meta.block_table
+    if "context" in target and width < _table_width(target["context"]):  # entries past the end are never followed
+        table = torch.nn.functional.pad(table, (0, _table_width(target["context"]) - width))
+        width = table.shape[1]
     if extra:
         table = torch.cat([table, torch.zeros(extra, width, dtype=table.dtype)])
     return SeqMeta(

@@ -14,8 +14,9 @@ from m3hal.dispatch import Policy
 from m3hal.dispatch.devices import detect
 from m3hal.dispatch.errors import ConfigurationError, M3halError, did_you_mean
 from m3hal_conformance import reports
-from m3hal_conformance.case import Case
+from m3hal_conformance.case import DTYPES, Case
 from m3hal_conformance.claim import compare, make_claim, read, verify
+from m3hal_conformance.composed import check_layer
 from m3hal_conformance.coverage import cover
 from m3hal_conformance.results import Result, WaiverError, apply_waivers, exit_code, read_waivers, unused
 from m3hal_conformance.runner import Runner
@@ -33,6 +34,8 @@ def conform(options: argparse.Namespace) -> int:
     waivers = _waivers(options, runner.device)
     results = runner.run(cases, reports.Progress(len(cases)))
     coverage, extra = cover(runner, cases, results)
+    if not options.op and not options.case:
+        extra += [check_layer(runner, dtype) for dtype in DTYPES]
     everything = apply_waivers([*results, *extra], waivers, datetime.date.today())
     claim = make_claim(runner, cases, everything[: len(cases)], coverage)
     _write(options, claim, everything)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from m3hal.dispatch import Bound, Impl, Kernel, Limit, M3halError
-from m3hal.shape import Site
+from m3hal.shape import SITE_ATTRIBUTES, Site
 from m3hal_conformance.case import Case
 from m3hal_conformance.results import Result
 from m3hal_conformance.runner import Runner, Unsupported
 
 #: attributes that the inputs of a case follow, so that a probe at another value asks a real question
-_PROBED = ("dtype", "page_size", "top_k_blocks", "top_k_experts", "num_q_heads", "index_dim")
+_PROBED = ("page_size", "top_k_blocks", "top_k_experts", "num_q_heads", "index_dim")
 _CHECKS = ("oracle", "guards", "written")
 
 
@@ -34,9 +34,19 @@ def cover(runner: Runner, cases: Sequence[Case], results: Sequence[Result]) -> t
     """Notes on what was declared and not tried, or works undeclared; and a result for each probe inside a limit."""
     notes: list[str] = []
     extra: list[Result] = []
+    met = _met(cases, results)
+    unasked: dict[str, list[str]] = {}
     for case, impl in _smallest(runner, cases):
         for probe in probes(impl, case.site):
-            _ask(runner, case, impl, probe, notes, extra)
+            attribute, value = probe.limit.attribute, probe.value
+            if (case.operator, attribute, value) in met:
+                continue
+            if attribute in _PROBED and _sensible(case.site, attribute, value):
+                _ask(runner, case, impl, probe, notes, extra)
+            elif probe.inside:
+                unasked.setdefault(case.operator, []).append(f"{attribute} = {value!r}")
+    for operator, found in unasked.items():
+        notes.append(f"{operator}: declared, and no case asks about it: {', '.join(dict.fromkeys(found))}")
     notes += list(_unmet(runner, cases, results))
     notes += list(_unused_freedoms(runner, cases))
     return {"notes": list(dict.fromkeys(notes)), "probes": len(extra)}, extra
@@ -64,28 +74,25 @@ def _values(limit: Limit, here: Any) -> list[Any]:
     return found
 
 
-def _ask(
-    runner: Runner, case: Case, impl: Impl, probe: Probe, notes: list[str], extra: list[Result]
-) -> None:
+def _met(cases: Sequence[Case], results: Sequence[Result]) -> set[tuple[str, str, Any]]:
+    """(operator, attribute, value) of the sites whose cases ran."""
+    ran = {result.case for result in results if result.status in ("pass", "fail", "waived")}
+    return {(c.operator, name, getattr(c.site, name)) for c in cases if c.id in ran for name in SITE_ATTRIBUTES}
+
+
+def _ask(runner: Runner, case: Case, impl: Impl, probe: Probe, notes: list[str], extra: list[Result]) -> None:
+    """Runs a case at one value of an attribute; outside the limit, past the manifest."""
     attribute, value = probe.limit.attribute, probe.value
-    side = "accepted" if probe.inside else "refused"
-    if attribute not in _PROBED or not _sensible(case.site, attribute, value):
-        if probe.inside:
-            notes.append(f"{case.operator}: {attribute} = {value!r} is declared, and no case asks about it")
-        return
     name = f"{case.operator}/limit_{attribute}_{value}/{case.format}"
     probed = replace(case, id=name, site=replace(case.site, **{attribute: value}), checks=_CHECKS, golden=None)
-    if attribute == "dtype":
-        return  # every suite asks in each format anyway
     if probe.inside:
         result = runner.run_case(probed)
         if result.status == "unsupported":
             notes.append(f"{case.operator}: {attribute} = {value!r} is inside its limit but not bound: {result.reason}")
         else:
             extra.append(result)
-        return
-    if _works(runner, probed, impl):
-        notes.append(f"{case.operator}: {attribute} = {value!r} is {side} by its limit, yet it computes the operator there")
+    elif _works(runner, probed, impl):
+        notes.append(f"{case.operator}: {attribute} = {value!r} is refused by its limit, yet it computes the operator there")
 
 
 def _sensible(site: Site, attribute: str, value: Any) -> bool:

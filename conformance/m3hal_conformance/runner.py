@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from m3hal.dispatch import Bound, Impl, Plan, Policy, plan
+from m3hal.ops import SeqMeta
 from m3hal.shape import Site
 from m3hal_conformance.buckets import misfit, sizes
 from m3hal_conformance.case import MAX_TOKENS, Case, shape_of
@@ -142,7 +143,7 @@ class Runner:
         if reason:
             raise Unsupported(reason)
         assert found.get("tokens", 0) <= MAX_TOKENS, f"{trial.case.id} is larger than its site says"
-        for path, tensor in tensors(inputs):
+        for path, tensor in tensors({name: v for name, v in inputs.items() if not isinstance(v, SeqMeta)}):
             if impl.views == "contiguous" and not tensor.is_contiguous():
                 raise Unsupported(f"{path} is strided; it takes contiguous tensors")
             if impl.views == "rows" and tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:

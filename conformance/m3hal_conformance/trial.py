@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from m3hal import ops
 from m3hal.dispatch import Bound, Impl
@@ -17,6 +18,7 @@ from m3hal_conformance.case import Case, Inputs
 from m3hal_conformance.compare import Score, compare
 from m3hal_conformance.harness import Carved, Harness, Named, Outcome
 from m3hal_conformance.tolerance import bounds_for
+from m3hal_conformance.trees import map_tensors
 
 
 class CheckFailed(Exception):
@@ -53,8 +55,14 @@ class Trial:
 
     def call(self, inputs: Mapping[str, Any], which: int = 0) -> Outcome:
         """One guarded call, its shapes padded to the implementation's buckets and the padding taken off again."""
-        given = padded(self.operator, inputs, self.impl.buckets)
-        return trimmed(self.operator, self.harness.call(given, which), inputs)
+        return trimmed(self.operator, self.harness.call(self.given(inputs), which), inputs)
+
+    def given(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs as this implementation gets them: padded to its buckets; metadata dense unless it takes any view."""
+        made = padded(self.operator, inputs, self.impl.buckets)
+        if self.impl.views == "strided":
+            return made
+        return {name: map_tensors(v, Tensor.contiguous) if isinstance(v, ops.SeqMeta) else v for name, v in made.items()}
 
     @cached_property
     def first(self) -> Outcome:
@@ -108,7 +116,7 @@ class Trial:
 
     def carved(self, inputs: Mapping[str, Any]) -> Carved:
         """The inputs in slabs, for checks that run more than once on the same memory."""
-        return self.harness.carve(padded(self.operator, inputs, self.impl.buckets), 0)
+        return self.harness.carve(self.given(inputs), 0)
 
 
 def picked(values: Named, rows: Any) -> Named:

@@ -70,7 +70,7 @@ def _rms_norm() -> list[Case]:
         return ask(op, name, make, kind=options.pop("kind", "sparse_attention"), **options)
 
     return [
-        *q("tokens_7", lambda r, s: _x(r, s, 7), quick=True, also=("permuted_rows",), bugs=("F73",)),
+        *q("tokens_7", lambda r, s: _x(r, s, 7), quick=True, also=("permuted_rows",), bugs=("F73", "F34", "F84", "F85")),
         *q("tokens_513", lambda r, s: _x(r, s, 513), checks=LIGHT),
         *q("one_token", lambda r, s: _x(r, s, 1), quick=True, bugs=("F32",)),
         *q("no_token", lambda r, s: _x(r, s, 0), bugs=("F30",), quick=True),
@@ -83,7 +83,7 @@ def _rms_norm() -> list[Case]:
         *q("every_other_head", _scattered, bugs=("F65",)),
         *q("weight_minus_one", _weight_of(-1.0), bugs=("F71",)),
         *q("weight_zero", _weight_of(0.0), bugs=("F71",), quick=True),
-        *q("plain_weight", lambda r, s: _x(r, s, 5), kind="drafter", bugs=("F71",)),
+        *q("plain_weight", lambda r, s: _x(r, s, 5), kind="drafter", bugs=("F71", "F72")),
         *q("large_eps", lambda r, s: {**_x(r, s, 5), "x": 1e-2 * _x(r, s, 5)["x"]}, eps=1e-3),
     ]
 

@@ -13,7 +13,8 @@ from m3hal.formats import QTensor, nvfp4, spec_of
 from m3hal.layouts import CACHE_FORMATS, KVLayout, PagedCache
 from m3hal.ops import ExpertWeights
 from m3hal.ops.kv_write import kv_write
-from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
+from m3hal.shape import Site
+from m3hal_conformance.case import Case, Inputs, Rng, dtype_of
 from m3hal_conformance.inputs import Batch, hot_routing, index_inputs
 from m3hal_conformance.suite._build import ask
 from m3hal_conformance.suite._paged import Lengths, block_inputs, choose, requests

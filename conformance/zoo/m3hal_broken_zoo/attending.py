@@ -47,21 +47,21 @@ def attend(site: Any, q: Tensor, kv: Any, ids: Tensor | None, meta: Any, faults:
         k, v = read_sequence(kv, meta.block_table[b], count)
         key = torch.arange(count)
         position = (torch.arange(hi - lo) + faults.first(length, hi - lo))[:, None]
-        for h in range(heads):
-            g = faults.group(h, heads, groups)
-            seen = (faults.seen or visible)(site, None if ids is None else ids[lo:hi, g], key, position)
-            s = (q[lo:hi, h].float() @ k[g].float().T) * site.scale * faults.scale
+        for g in range(groups):
+            own = [h for h in range(heads) if faults.group(h, heads, groups) == g]
+            seen = (faults.seen or visible)(site, None if ids is None else ids[lo:hi, g], key, position)[:, None]
+            s = torch.einsum("thd,sd->ths", q[lo:hi, own].float(), k[g].float()) * site.scale * faults.scale
             s = s.masked_fill(~seen, -INF)
-            top = s.amax(-1, keepdim=True) if faults.maximum else torch.zeros(len(s), 1)
+            top = s.amax(-1, keepdim=True) if faults.maximum else torch.zeros(*s.shape[:2], 1)
             p = faults.weights(torch.exp(s - torch.where(top.isinf(), 0.0, top)))
             total = p.sum(-1, keepdim=True)
             value = faults.values(v[g].float())
             if faults.masked_values:
-                value = torch.where(seen.any(0)[:, None], value, 0.0)
+                value = torch.where(seen.any(0).any(0)[:, None], value, 0.0)
             mixed = p @ value / total
             row = torch.where(total > 0, mixed, faults.empty) if faults.empty == 0 else mixed
-            out[lo:hi, h] = torch.where(seen.any(-1, keepdim=True), row, faults.empty)
-            lse[lo:hi, h] = (total.log() + torch.where(top.isinf(), 0.0, top)).squeeze(-1)
+            out[lo:hi, own] = torch.where(seen.any(-1, keepdim=True), row, faults.empty)
+            lse[lo:hi, own] = (total.log() + torch.where(top.isinf(), 0.0, top)).squeeze(-1)
     return (out.to(q.dtype), lse) if site.return_lse else out.to(q.dtype)
 
 

@@ -44,6 +44,11 @@ def named_cases(mutant: Mutant) -> tuple[Case, ...]:
     return select(ids=[f"{mutant.operator}/{mutant.killed_by.partition(':')[0]}"])
 
 
+def cases_for(mutant: Mutant) -> tuple[Case, ...]:
+    """The small cases of the mutant's operator, and the one it names."""
+    return tuple(dict.fromkeys((*named_cases(mutant), *select(operators=[mutant.operator], quick=True))))
+
+
 def by_name(mutant: Mutant, found: Iterable[str]) -> set[str]:
     """The formats in which the named check of the named case killed it."""
     case, _, check = mutant.killed_by.partition(":")
@@ -60,7 +65,7 @@ def main() -> None:
     for mutant in MUTANTS:
         if options.operators and mutant.operator not in options.operators:
             continue
-        cases = named_cases(mutant) if options.named else select(operators=[mutant.operator])
+        cases = named_cases(mutant) if options.named else cases_for(mutant)
         found = kills(mutant, cases)
         named = by_name(mutant, found)
         formats = {case.format + ("-nhd" if case.layout == "nhd" else "") for case in named_cases(mutant)}

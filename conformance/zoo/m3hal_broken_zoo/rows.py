@@ -421,7 +421,7 @@ def quantize_assumes_contiguous(site, right):
     return _requantized(right, dense)
 
 
-@mutant("quantize", "to_float32:allocates")
+@mutant("quantize", "to_float32:allocates", "F84")
 def quantize_aliases_input(site, right):
     """Without out= the codes are a view of the input where nothing has to be converted."""
 

@@ -1,0 +1,79 @@
+"""Backends that are nothing like the reference: static shapes, a closed library, arrays of another runtime."""
+
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from m3hal.dispatch import register, unregister
+from m3hal_conformance.runner import Runner
+from m3hal_conformance.suite import select
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def bucketed(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    import m3hal_bucketed
+
+    register(m3hal_bucketed.MANIFEST)
+    m3hal_bucketed.COMPILED.clear()
+    yield m3hal_bucketed
+    unregister("bucketed")
+
+
+def test_static_shapes_compile_few_graphs(bucketed):
+    """Cases are padded to the declared buckets; what fits none, and what is strided, is unsupported with its reason."""
+    results = Runner("bucketed", "cpu").run(select(operators=["sparse_attention"], quick=True) + select(operators=["route_topk"]))
+    status = Counter((result.operator, result.status) for result in results)
+    assert [r.sentence for r in results if r.status == "fail"] == []
+    assert status["sparse_attention", "pass"] >= 10
+    assert status["route_topk", "pass"] >= 9
+    assert len(bucketed.COMPILED) <= 8, bucketed.COMPILED
+    reasons = {result.case: result.reason for result in results if result.status == "unsupported"}
+    assert "largest declared bucket" in reasons["route_topk/tokens_1000/float32"]
+    assert "strided" in reasons["route_topk/every_other_row/float32"]
+    assert "zero tokens" in reasons["route_topk/no_token/float32"]
+
+
+@pytest.fixture
+def closed(tmp_path, monkeypatch):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("this machine has no C compiler")
+    package = tmp_path / "m3hal_closed"
+    shutil.copytree(HERE / "m3hal_closed", package, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", package / "libacme.so", package / "acme.c", "-lm"]
+    subprocess.run(command, check=True)
+    (package / "acme.c").unlink()  # closed
+    sys.modules.pop("m3hal_closed", None)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import m3hal_closed
+
+    register(m3hal_closed.manifest())
+    yield m3hal_closed
+    unregister("closed")
+    sys.modules.pop("m3hal_closed", None)
+
+
+def test_closed_library_passes(closed):
+    """A compiled library with its own allocator and weight layout is asked like any other, and passes."""
+    cases = [c for c in select(operators=["rms_norm", "moe_experts"]) if "/real" not in c.id and "_512" not in c.id]
+    results = Runner("closed", "cpu").run(cases)
+    assert [f"{r.case} {r.sentence}" for r in results if r.status == "fail"] == []
+    passed = Counter(result.operator for result in results if result.status == "pass")
+    assert passed["rms_norm"] >= 8
+    assert passed["moe_experts"] >= 15
+
+
+def test_numpy_example_passes():
+    """The example on NumPy passes what it says it takes."""
+    numpy_backend = pytest.importorskip("m3hal_example_numpy", reason="the example is not installed")
+    operators = list(numpy_backend.MANIFEST.operators)
+    results = Runner("numpy", "cpu").run(select(operators=operators, quick=True))
+    assert [f"{r.case} {r.sentence}" for r in results if r.status == "fail"] == []
+    assert {r.operator for r in results if r.status == "pass"} == set(operators)
