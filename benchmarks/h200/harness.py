@@ -43,7 +43,7 @@ def peers(folder: str) -> SimpleNamespace:
     sys.path.insert(0, f"{folder}/peers")
     from vllm.models.minimax_m3.common.ops import index_topk, sparse_attn
 
-    return SimpleNamespace(index=index_topk, sparse=sparse_attn, split_score=_ungated(index_topk))
+    return SimpleNamespace(folder=folder, index=index_topk, sparse=sparse_attn, split_score=_ungated(index_topk))
 
 
 def load_cuda_ops(folder: str) -> None:

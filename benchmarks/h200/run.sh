@@ -4,7 +4,7 @@
 set -u
 peers=$1 out=$2; shift 2
 export PYTHONPATH=.:backends/triton:conformance TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/m3hal-triton-cache}
-sections=("$@"); [ ${#sections[@]} -gt 0 ] || sections=(select_decode sparse_decode prefill)
+sections=("$@"); [ ${#sections[@]} -gt 0 ] || sections=(select_decode sparse_decode prefill insert)
 for section in "${sections[@]}"; do
   WARM=1 timeout 200 python3 benchmarks/h200/attention.py "$section" --peers "$peers" --out "$out" >"$out/warm_$section.log" 2>&1 &
 done

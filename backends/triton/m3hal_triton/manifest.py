@@ -1,14 +1,22 @@
 """What portable Triton kernels offer to MiniMax-M3, as data."""
 
-from m3hal.dispatch.manifest import Impl, Manifest, at_most, multiple_of, one_of
+from m3hal.dispatch.manifest import Impl, Manifest, at_least, at_most, multiple_of, one_of
 
 _PLAIN = one_of("dtype", "float32", "bfloat16")
-_HEADS = (one_of("head_dim", 32, 64, 128, 256), multiple_of("page_size", 16), at_most("num_q_heads", 256))
+_HEADS = (
+    one_of("head_dim", 32, 64, 128, 256),
+    multiple_of("page_size", 16),
+    at_most("num_q_heads", 256),
+    at_least("scale", 1e-6),
+)
 _CACHE = one_of("kv_format", "float32", "bfloat16")
 _BLOCKS = (multiple_of("block_size", 16), at_most("top_k_blocks", 64))
 _INDEX = one_of("index_dim", 32, 64, 128)
 _RANKED = (at_most("top_k_blocks", 64), at_most("max_context", 1 << 20))
 _SHARED = ("_plan.py", "_launch.py")
+
+_ROW = (_PLAIN, at_most("hidden_size", 16384))
+_CACHE_PAGES = ("hnd", "nhd")
 
 MANIFEST = Manifest(
     name="triton",
@@ -19,12 +27,31 @@ MANIFEST = Manifest(
     libraries={"torch": ">=2.9", "triton": ">=3.6,<3.10"},
     probe="m3hal_triton.probe:probe",
     operators={
+        "rms_norm": (Impl("m3hal_triton.rms_norm:rms_norm", limits=_ROW),),
+        "add_rms_norm": (Impl("m3hal_triton.rms_norm:add_rms_norm", limits=_ROW),),
+        "swiglu_oai": (Impl("m3hal_triton.swiglu_oai:swiglu_oai", limits=(_PLAIN,)),),
+        "kv_write": (
+            Impl(
+                "m3hal_triton.kv_write:kv_write",
+                limits=(_PLAIN, _CACHE),
+                predicate="m3hal_triton.limits:cache",
+                layouts=_CACHE_PAGES,
+            ),
+        ),
+        "qk_norm_rope_insert": (
+            Impl(
+                "m3hal_triton.qk_norm_rope_insert:qk_norm_rope_insert",
+                limits=(_PLAIN, _CACHE, *_HEADS),
+                predicate="m3hal_triton.limits:rotated_cache",
+                layouts=_CACHE_PAGES,
+            ),
+        ),
         "block_scores": (
             Impl(
                 "m3hal_triton.select_blocks:block_scores",
                 limits=(_PLAIN, _INDEX, at_most("num_index_heads", 16), *_BLOCKS, *_RANKED),
                 predicate="m3hal_triton.limits:indexer",
-                layouts=("hnd", "nhd"),
+                layouts=_CACHE_PAGES,
                 files=("_score.py", "_choose.py", "topk_blocks.py", *_SHARED),
             ),
         ),
@@ -33,7 +60,7 @@ MANIFEST = Manifest(
                 "m3hal_triton.select_blocks:select_blocks",
                 limits=(_PLAIN, _INDEX, at_most("num_index_heads", 16), *_BLOCKS, *_RANKED),
                 predicate="m3hal_triton.limits:indexer",
-                layouts=("hnd", "nhd"),
+                layouts=_CACHE_PAGES,
                 files=("_score.py", "_choose.py", "topk_blocks.py", *_SHARED),
             ),
         ),
@@ -45,8 +72,18 @@ MANIFEST = Manifest(
                 limits=(_PLAIN, _CACHE, *_HEADS, *_BLOCKS),
                 predicate="m3hal_triton.limits:attention",
                 traits={"p_dtype": "bfloat16"},
-                layouts=("hnd", "nhd"),
+                layouts=_CACHE_PAGES,
                 files=("_sparse_decode.py", "_sparse_prefill.py", *_SHARED),
+            ),
+        ),
+        "paged_attention": (
+            Impl(
+                "m3hal_triton.paged_attention:paged_attention",
+                limits=(_PLAIN, _CACHE, *_HEADS),
+                predicate="m3hal_triton.limits:cache",
+                traits={"p_dtype": "bfloat16"},
+                layouts=_CACHE_PAGES,
+                files=("_sparse_decode.py", *_SHARED),
             ),
         ),
     },

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from m3hal.layouts import KVLayout
-from m3hal.ops import SeqMeta
+from m3hal.ops import QKNorms, SeqMeta
 from m3hal.shape import MINIMAX_M3, ModelShape, Site
 
 
@@ -59,6 +59,38 @@ def _indexer(operator: str, dtype: str, requests: int, q_len: int, seq_len: int 
     kernel.run(index_q, cache, plan, **extra)
 
 
+def _insert(dtype: str) -> None:
+    from m3hal_triton.qk_norm_rope_insert import qk_norm_rope_insert
+
+    where, kind, tokens = site("sparse_attention", dtype), getattr(torch, dtype), 64
+    width = (where.num_q_heads + 2 * where.num_kv_heads + where.num_index_heads + 1) * 128
+    kv = KVLayout("hnd", dtype, 128, where.num_kv_heads, 128, True).empty(4)
+    keys = KVLayout("hnd", dtype, 128, 1, 128, False).empty(4)
+    norms = QKNorms(*(torch.empty(128, dtype=kind) for _ in range(4)))
+    numbers = torch.zeros(tokens, dtype=torch.int64)
+    row = torch.empty(tokens, width, dtype=kind)
+    qk_norm_rope_insert(where)(row, norms, numbers, torch.empty(4096, 64), kv, keys, numbers, numbers)
+
+
+def _dense(dtype: str, requests: int, q_len: int) -> None:
+    from m3hal_triton.paged_attention import paged_attention
+
+    where = site("dense_attention", dtype)
+    kernel = paged_attention(where)
+    kv = KVLayout("hnd", dtype, 128, where.num_kv_heads, 128, True).empty(4)
+    q = torch.empty(requests * q_len, where.num_q_heads, 128, dtype=getattr(torch, dtype))
+    kernel.run(q, kv, planned(kernel, batch(requests, q_len, 4096)), workspace=scratch(kernel))
+
+
+def _rows(dtype: str) -> None:
+    from m3hal_triton.rms_norm import add_rms_norm
+    from m3hal_triton.swiglu_oai import swiglu_oai
+
+    x = torch.empty(8, 6144, dtype=getattr(torch, dtype))
+    add_rms_norm(site("moe", dtype))(x, x, x[0])
+    swiglu_oai(site("moe", dtype))(x)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "sparse decode 1 bf16": partial(_sparse, "bfloat16", 1, 1),
     "sparse decode 64 bf16": partial(_sparse, "bfloat16", 64, 1),
@@ -74,4 +106,10 @@ CASES: dict[str, Callable[[], None]] = {
     "scores decode bf16": partial(_indexer, "block_scores", "bfloat16", 8, 1),
     "scores prefill bf16": partial(_indexer, "block_scores", "bfloat16", 1, 64),
     "sparse decode 1 fp32": partial(_sparse, "float32", 1, 1),
+    "insert bf16": partial(_insert, "bfloat16"),
+    "insert fp32": partial(_insert, "float32"),
+    "dense decode bf16": partial(_dense, "bfloat16", 8, 1),
+    "dense prefill bf16": partial(_dense, "bfloat16", 1, 512),
+    "dense prefill fp32": partial(_dense, "float32", 1, 512),
+    "rows bf16": partial(_rows, "bfloat16"),
 }

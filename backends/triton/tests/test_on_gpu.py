@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import BOUND, Batch, double, plan, poisoned, workspace, worst_row
+from m3hal_triton.paged_attention import paged_attention
 from m3hal_triton.select_blocks import block_scores, select_blocks
 from m3hal_triton.sparse_attention import sparse_attention
 from machine_cases import site as real_site
@@ -71,6 +72,27 @@ def test_scores_and_choice(dtype, lengths, heads):
     visible = torch.tensor(batch.positions(), device="cuda") // 128 + 1
     op = load("topk_blocks")
     assert torch.equal(ids, op.reference(scores, visible.int(), **op.static_values(site)))
+
+
+@DTYPES
+@LENGTHS
+@pytest.mark.parametrize(("causal", "window"), [(True, -1), (False, 2047)], ids=["dense", "drafter"])
+def test_paged_attention(dtype, lengths, causal, window):
+    """Dense layers, and the drafter's window, within the bound of the definition in fp64."""
+    site = replace(
+        real_site("dense_attention", _name(dtype)), causal=causal, window_left=window, return_lse=True, block_size=128
+    )
+    batch = Batch(site, lengths, dtype, layout="nhd", extra_tokens=3)
+    q, kv = batch.queries(64, 128), batch.cache(4, 128, True)
+    kernel, op = paged_attention(site), load("paged_attention")
+    out = poisoned(batch.tokens, 64, 128, dtype=dtype)
+    lse = poisoned(batch.tokens, 64, dtype=torch.float32)
+    kernel.run(q, kv, plan(kernel, batch.meta), out=(out, lse), workspace=workspace(kernel))
+    exact, exact_lse = op.reference(q.double(), double(kv), batch.meta, **op.static_values(site))
+    assert worst_row(out, exact) <= BOUND[dtype]
+    dead = torch.isneginf(exact_lse)
+    assert torch.equal(torch.isneginf(lse), dead)
+    assert torch.allclose(lse[~dead].double(), exact_lse[~dead], atol=BOUND[dtype] / 10, rtol=0)
 
 
 def test_decode_graph_replayed_over_other_lengths():

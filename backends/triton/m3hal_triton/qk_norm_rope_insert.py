@@ -1,0 +1,202 @@
+"""``qk_norm_rope_insert``: norm, rotation and cache insertion in one pass over the projection's row.
+
+A program takes one token and either a tile of query heads or all the rest of the row. Each head is read in three
+parts, the two halves that rotate against each other and what passes through, so that the pairs meet in registers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from m3hal.layouts import PagedCache
+from m3hal.ops import QKNorms, load
+from m3hal.shape import Site
+
+#: query heads of one program
+TILE = 16
+
+
+def qk_norm_rope_insert(site: Site) -> partial[tuple[torch.Tensor, torch.Tensor | None]]:
+    """The callable for a site, with an indexer or without."""
+    op = load("qk_norm_rope_insert")
+    return partial(_insert, site, partial(op.fake, **op.static_values(site)))
+
+
+def _insert(
+    site: Site,
+    fake: partial[tuple[torch.Tensor, torch.Tensor | None]],
+    qkv: torch.Tensor,
+    norms: QKNorms,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    kv: PagedCache,
+    index_cache: PagedCache | None,
+    slots: torch.Tensor,
+    index_slots: torch.Tensor | None,
+    out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    result = fake(qkv) if out is None else out
+    if not qkv.shape[0]:
+        return result
+    q, index_q = result
+    indexed = site.num_index_heads > 0
+    k, v = kv.k, kv.v
+    # without an indexer, its arguments are stand-ins that nothing reads
+    index_k = index_cache.k if index_cache is not None else k
+    _token[(triton.cdiv(site.num_q_heads, TILE) + 1, qkv.shape[0])](
+        qkv, norms.q, norms.k,
+        norms.index_q if indexed else norms.q,
+        norms.index_k if indexed else norms.k,
+        positions, cos_sin, k, v, index_k, slots,
+        index_slots if indexed else slots,
+        q,
+        index_q if indexed else q,
+        *qkv.stride(), *cos_sin.stride(), *k.stride(), *v.stride(),
+        index_k.stride(0), index_k.stride(2), index_k.stride(3),
+        *q.stride(), *(index_q.stride() if indexed else q.stride()),
+        site.eps, site.weight_offset,
+        Q_HEADS=site.num_q_heads,
+        KV_HEADS=site.num_kv_heads,
+        INDEX_HEADS=site.num_index_heads,
+        TILE=min(TILE, triton.next_power_of_2(site.num_q_heads)),
+        KV_PADDED=triton.next_power_of_2(site.num_kv_heads),
+        INDEX_PADDED=triton.next_power_of_2(max(site.num_index_heads, 1)),
+        DIM=site.head_dim,
+        INDEX_DIM=site.index_dim or site.head_dim,
+        HALF=site.rotary_dim // 2,
+        PAGE=kv.layout.page_size,
+        INDEX_PAGE=index_cache.layout.page_size if index_cache is not None else 1,
+        num_warps=4,
+    )  # fmt: skip
+    return result
+
+
+@triton.jit
+def _store(at, stride, first, second, rest, mask, HALF: tl.constexpr, REST: tl.constexpr):
+    """The three parts of heads to pointers of their first elements [H, 1]."""
+    half = tl.arange(0, HALF)[None, :]
+    tl.store(at + half * stride, first.to(at.dtype.element_ty), mask=mask)
+    tl.store(at + (HALF + half) * stride, second.to(at.dtype.element_ty), mask=mask)
+    if REST > 0:
+        other = tl.arange(0, REST)[None, :]
+        tl.store(at + (2 * HALF + other) * stride, rest.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _turned(at, stride, weight, cos, sin, eps, offset, mask, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
+    """Heads at pointers of their first elements [H, 1], normalised and rotated, in fp32: three parts."""
+    half = tl.arange(0, HALF)
+    first = tl.load(at + half[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + (HALF + half)[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
+    square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    rest = first
+    if REST > 0:
+        other = tl.arange(0, REST)
+        rest = tl.load(at + (2 * HALF + other)[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
+        square += tl.sum(rest * rest, 1)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(square / DIM + eps))[:, None]
+    first = first * scale * (offset + tl.load(weight + half).to(tl.float32))[None, :]
+    second = second * scale * (offset + tl.load(weight + HALF + half).to(tl.float32))[None, :]
+    if REST > 0:
+        rest = rest * scale * (offset + tl.load(weight + 2 * HALF + other).to(tl.float32))[None, :]
+    return first * cos - second * sin, second * cos + first * sin, rest
+
+
+@triton.jit
+def _token(
+    qkv,
+    q_weight,
+    k_weight,
+    index_q_weight,
+    index_k_weight,
+    positions,
+    cos_sin,
+    k_cache,
+    v_cache,
+    index_cache,
+    slots,
+    index_slots,
+    q_out,
+    index_q_out,
+    row_token,
+    row_column,
+    table_row,
+    table_column,
+    k_page,
+    k_head,
+    k_slot,
+    k_dim,
+    v_page,
+    v_head,
+    v_slot,
+    v_dim,
+    i_page,
+    i_slot,
+    i_dim,
+    q_token,
+    q_head,
+    q_dim,
+    iq_token,
+    iq_head,
+    iq_dim,
+    eps,
+    offset,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    KV_PADDED: tl.constexpr,
+    INDEX_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    INDEX_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    INDEX_PAGE: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    row = qkv + token * row_token
+    half = tl.arange(0, HALF)
+    angles = cos_sin + tl.load(positions + token).to(tl.int64) * table_row
+    cos = tl.load(angles + half * table_column).to(tl.float32)[None, :]
+    sin = tl.load(angles + (HALF + half) * table_column).to(tl.float32)[None, :]
+    REST: tl.constexpr = DIM - 2 * HALF
+    if tile < tl.num_programs(0) - 1:
+        head = (tile * TILE + tl.arange(0, TILE))[:, None]
+        real = head < Q_HEADS
+        at = row + head * DIM * row_column
+        a, b, c = _turned(at, row_column, q_weight, cos, sin, eps, offset, real, DIM, HALF, REST)
+        _store(q_out + token * q_token + head * q_head, q_dim, a, b, c, real, HALF, REST)
+        return
+
+    head = tl.arange(0, KV_PADDED)[:, None]
+    slot = tl.load(slots + token).to(tl.int64)
+    kept = (head < KV_HEADS) & (slot + head * 0 >= 0)
+    page, place = slot // PAGE, slot % PAGE
+    at = row + (Q_HEADS + head) * DIM * row_column
+    a, b, c = _turned(at, row_column, k_weight, cos, sin, eps, offset, kept, DIM, HALF, REST)
+    _store(k_cache + page * k_page + head * k_head + place * k_slot, k_dim, a, b, c, kept, HALF, REST)
+    dim = tl.arange(0, DIM)[None, :]
+    value = tl.load(row + ((Q_HEADS + KV_HEADS + head) * DIM + dim) * row_column, mask=kept, other=0.0)
+    to = v_cache + page * v_page + head * v_head + place * v_slot + dim * v_dim
+    tl.store(to, value.to(v_cache.dtype.element_ty), mask=kept)
+
+    if INDEX_HEADS > 0:
+        INDEX_REST: tl.constexpr = INDEX_DIM - 2 * HALF
+        index_row = row + (Q_HEADS + 2 * KV_HEADS) * DIM * row_column
+        head = tl.arange(0, INDEX_PADDED)[:, None]
+        real = head < INDEX_HEADS
+        at = index_row + head * INDEX_DIM * row_column
+        a, b, c = _turned(at, row_column, index_q_weight, cos, sin, eps, offset, real, INDEX_DIM, HALF, INDEX_REST)
+        _store(index_q_out + token * iq_token + head * iq_head, iq_dim, a, b, c, real, HALF, INDEX_REST)
+        index_slot = tl.load(index_slots + token).to(tl.int64)
+        one = tl.zeros((1, 1), tl.int32)
+        kept = one + index_slot >= 0
+        at = index_row + (INDEX_HEADS + one) * INDEX_DIM * row_column
+        a, b, c = _turned(at, row_column, index_k_weight, cos, sin, eps, offset, kept, INDEX_DIM, HALF, INDEX_REST)
+        to = index_cache + index_slot // INDEX_PAGE * i_page + index_slot % INDEX_PAGE * i_slot + one
+        _store(to, i_dim, a, b, c, kept, HALF, INDEX_REST)

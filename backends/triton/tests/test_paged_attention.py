@@ -1,0 +1,43 @@
+"""Dense attention over a paged cache, against the definition in fp64."""
+
+import pytest
+import torch
+from attention_cases import BOUND, Batch, double, plan, poisoned, sparse_site, workspace, worst_row
+from m3hal_triton.paged_attention import paged_attention
+
+from m3hal.ops import load
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DECODE = [(1, 1), (1, 16), (1, 17), (1, 0), (0, 9), (1, 95)]
+PREFILL = [(13, 40), (9, 9), (1, 33), (2, 0)]
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize(("causal", "window"), [(True, -1), (False, -1), (True, 20), (False, 5)])
+def test_against_the_definition(dtype, lengths, causal, window):
+    """Causal and not, windowed and not, over ragged lengths, padded requests and loose tokens."""
+    site = sparse_site(dtype, causal=causal, window_left=window, return_lse=True)
+    batch = Batch(site, lengths, dtype, layout="nhd" if causal else "hnd", extra_tokens=2)
+    q, kv = batch.queries(site.num_q_heads, 32), batch.cache(site.num_kv_heads, 32, True)
+    kernel, op = paged_attention(site), load("paged_attention")
+    out = poisoned(batch.tokens, site.num_q_heads, 32, dtype=dtype)
+    lse = poisoned(batch.tokens, site.num_q_heads, dtype=torch.float32)
+    kernel.run(q, kv, plan(kernel, batch.meta), out=(out, lse), workspace=workspace(kernel))
+    exact, exact_lse = op.reference(q.double(), double(kv), batch.meta, **op.static_values(site))
+    assert worst_row(out, exact) <= BOUND[dtype]
+    dead = torch.isneginf(exact_lse)
+    assert torch.equal(torch.isneginf(lse), dead)
+    assert torch.allclose(lse[~dead].double(), exact_lse[~dead], atol=BOUND[dtype] / 10, rtol=0)
+
+
+@pytest.mark.parametrize("group", [1, 3, 16])
+def test_groups(group):
+    """Group sizes off the matrix tile."""
+    site = sparse_site(torch.bfloat16, num_q_heads=2 * group, causal=True, window_left=-1)
+    batch = Batch(site, [(4, 50), (1, 20)], torch.bfloat16)
+    q, kv = batch.queries(2 * group, 32), batch.cache(2, 32, True)
+    kernel, op = paged_attention(site), load("paged_attention")
+    out = kernel.run(q, kv, plan(kernel, batch.meta), workspace=workspace(kernel))
+    exact = op.reference(q.double(), double(kv), batch.meta, **op.static_values(site))
+    assert worst_row(out, exact) <= BOUND[torch.bfloat16]
