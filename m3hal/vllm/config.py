@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-from m3hal.vllm import plugin
+from m3hal.vllm import plugin, registry
 from m3hal.vllm.plugin import logger
 
 _previous: dict[str, type[Any]] = {}
@@ -55,7 +55,7 @@ def is_selected(additional_config: Any, environ: Mapping[str, str]) -> bool:
 def configure(vllm_config: Any, environ: Mapping[str, str]) -> None:
     """Lets m3hal's model serve, or leaves the stock model in place. Raises M3halError, one sentence."""
     architecture = vllm_config.model_config.architecture
-    foreign = plugin.holder(architecture)
+    foreign = registry.holder(architecture)
     if not is_selected(vllm_config.additional_config, environ):
         if foreign:
             logger.warning("m3hal is installed, but %s of another plugin holds %s.", foreign, architecture)
@@ -69,8 +69,6 @@ def configure(vllm_config: Any, environ: Mapping[str, str]) -> None:
         _keep_stock(vllm_config.model_config)
         return
     _refuse(vllm_config, foreign)
-    cache = vllm_config.cache_config
-    cache.block_size = vllm_config.model_config.hf_text_config.sparse_attention_config["sparse_block_size"]
     plan = make_plan(vllm_config, policy)
     if plan.in_tree:
         logger.warning("vLLM's own model serves %s instead of m3hal's: %s.", architecture, plan.reason)
@@ -103,8 +101,9 @@ def _take_over(vllm_config: Any, fingerprint: str) -> None:
     extra = dict(vllm_config.additional_config or {})
     extra["m3hal"] = {**extra.get("m3hal", {}), "fingerprint": fingerprint}
     vllm_config.additional_config = extra
-    vllm_config.cache_config.user_specified_block_size = True  # so that no platform's default replaces it
-    model_config = vllm_config.model_config
+    model_config, cache = vllm_config.model_config, vllm_config.cache_config
+    cache.block_size = model_config.hf_text_config.sparse_attention_config["sparse_block_size"]
+    cache.user_specified_block_size = True  # so that no platform's default replaces it
     _keep_compilation_default(model_config.architecture)
     _rename(model_config, plugin.OURS)
     model_config.multimodal_config = None  # text only: vLLM then refuses images itself
@@ -130,9 +129,8 @@ def _keep_stock(model_config: Any) -> None:
     """Undoes the one thing that registering changed: a stock class that can't be inspected fails as it always did."""
     if model_config._model_info.architecture != plugin.OURS:
         return
-    entry = plugin.stock_entry(model_config.architecture)
     try:
-        model_config._model_info = entry.inspect_model_cls()
+        registry.stock(model_config.architecture).inspect_model_cls()
     except Exception:
         logger.exception("Error in inspecting model architecture '%s'", model_config.architecture)
-        model_config.registry._raise_for_unsupported(model_config.architectures)
+    model_config.registry._raise_for_unsupported(model_config.architectures)

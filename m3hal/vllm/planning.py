@@ -39,7 +39,7 @@ def shape_of(vllm_config: Any) -> ModelShape:
         kv_format=kv_format(vllm_config),
         index_format=kv_format(vllm_config),
         weight_format=expert_format(model),
-        page_size=vllm_config.cache_config.block_size,
+        page_size=text.sparse_attention_config["sparse_block_size"],  # one sparse block per page
         max_tokens=scheduler.max_num_batched_tokens,
         max_seqs=scheduler.max_num_seqs,
         max_context=model.max_model_len,

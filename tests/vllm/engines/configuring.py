@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 import m3hal
-from m3hal.vllm import plugin
+from m3hal.vllm import plugin, registry
 from m3hal.vllm.moe import M3MoE
 from m3hal.vllm.planning import make_plan, policy_of
 from m3hal.vllm.support import refusals
@@ -110,7 +110,7 @@ def refused(ask: Asker) -> None:
 def left_alone(ask: Asker) -> None:
     ask("not asked for, stock class broken", additional_config={})
     working = replace(ModelRegistry.models[VISION], stock=Entry("vllm.models.minimax_m3", "Stock"))
-    with entry(VISION, working), mock.patch.object(plugin, "_has_torchvision", return_value=True):
+    with entry(VISION, working), mock.patch.object(registry, "_has_torchvision", return_value=True):
         ask("not asked for", additional_config={})
         ask("backend vllm", additional_config={"m3hal": {"backend": "vllm"}})
         with mock.patch("m3hal.vllm.planning.device_of", return_value="cuda:sm_90"):
