@@ -1,0 +1,196 @@
+"""Results, waivers, exit codes and what is written about a run."""
+
+import datetime
+import json
+import xml.etree.ElementTree as xml
+
+import pytest
+
+from m3hal.cli import main
+from m3hal_conformance import reports
+from m3hal_conformance.claim import compare, digest, make_claim, tiers, verify
+from m3hal_conformance.results import (
+    CheckResult,
+    Result,
+    Waiver,
+    WaiverError,
+    apply_waivers,
+    exit_code,
+    read_waivers,
+    unused,
+)
+from m3hal_conformance.runner import Runner
+from m3hal_conformance.suite import select
+
+TODAY = datetime.date(2026, 12, 1)
+BAD = (CheckResult("rerun", False, None, "noise"),)
+CASES = select(ids=["rms_norm/tokens_7", "rms_norm/no_token"])
+
+
+def result(case, status, checks=()):
+    return Result(case, case.partition("/")[0], "float32", status, checks)
+
+
+def waiver(case, until=TODAY, check="*"):
+    return Waiver(case, "https://example.org/1", until, check)
+
+
+def test_waived_failure_passes_the_run():
+    """A failure that a waiver covers is waived, with its issue."""
+    (found,) = apply_waivers([result("a/b/c", "fail", BAD)], [waiver("a/b/*")], TODAY)
+    assert found.status == "waived"
+    assert "https://example.org/1" in found.reason
+    assert exit_code([found]) == 0
+
+
+def test_unexpected_pass_fails():
+    """A case that a waiver covers and that passes fails, so that no waiver outlives its bug."""
+    (found,) = apply_waivers([result("a/b/c", "pass")], [waiver("a/b/c")], TODAY)
+    assert found.status == "fail"
+    assert "take the waiver out" in found.sentence
+
+
+def test_expired_waiver_fails():
+    """After its last day a waiver covers nothing."""
+    (found,) = apply_waivers([result("a/b/c", "fail", BAD)], [waiver("a/b/c", TODAY - datetime.timedelta(1))], TODAY)
+    assert found.status == "fail"
+    assert "ended on" in found.sentence
+
+
+def test_waiver_of_one_check_covers_no_other():
+    """A waiver that names a check leaves the others' failures standing."""
+    both = (*BAD, CheckResult("oracle", False, 3.0, "far"))
+    (found,) = apply_waivers([result("a/b/c", "fail", both)], [waiver("a/b/c", check="rerun")], TODAY)
+    assert found.status == "fail"
+
+
+def test_unsupported_is_never_waived():
+    """Unsupported stays unsupported, and alone it is exit code 3."""
+    (found,) = apply_waivers([result("a/b/c", "unsupported")], [waiver("a/*")], TODAY)
+    assert found.status == "unsupported"
+    assert exit_code([found]) == 3
+    assert exit_code([found, result("a/d/e", "fail", BAD)]) == 1
+
+
+def test_waiver_that_meets_nothing_is_named():
+    """A waiver whose pattern meets no case is reported."""
+    assert unused([waiver("z/*")], [result("a/b/c", "pass")]) == [waiver("z/*")]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[[waiver]]\ncase='a'\nuntil=2027-01-01", "its issue"),
+        ("[[waiver]]\ncase='a'\nissue='https://x'", "until when"),
+        ("[[waiver]]\ncase='a'\nissue='https://x'\nuntil=2027-01-01\nwhy='b'", "unknown key 'why'"),
+        ("[[waiver", "can't be read"),
+    ],
+)
+def test_waiver_file_says_what_is_wrong(tmp_path, text, sentence):
+    """Issue and expiry are mandatory; a typing error is refused."""
+    path = tmp_path / "waivers.toml"
+    path.write_text(text)
+    with pytest.raises(WaiverError, match=sentence):
+        read_waivers(path, "cpu")
+
+
+def test_waivers_for_another_device_are_left_out(tmp_path):
+    """A waiver may name its device."""
+    path = tmp_path / "waivers.toml"
+    path.write_text("[[waiver]]\ncase='a'\nissue='https://x'\nuntil=2027-01-01\ndevice='cuda:*'")
+    assert read_waivers(path, "cpu") == ()
+    assert len(read_waivers(path, "cuda:sm_90")) == 1
+
+
+@pytest.fixture(scope="module")
+def claim():
+    runner = Runner("reference", "cpu")
+    results = runner.run(CASES)
+    return make_claim(runner, CASES, results, {"notes": []}), results
+
+
+def test_claim_verifies(claim):
+    """A fresh claim holds: digest, cases, counts, and the files of its implementation."""
+    made, _ = claim
+    assert {finding.state for finding in verify(made)} == {"ok"}
+    files = next(iter(made["implementations"]["rms_norm"].values()))["files"]
+    assert all(len(value) == 64 for value in files.values())
+    assert "reference.py" in files
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (lambda c: c["results"][0].update(ratio=0.1), "edited"),
+        (lambda c: c["counts"].update({"pass": 9}), "do not follow"),
+        (lambda c: c["suite"].update(case_set="0" * 16), "stale"),
+        (lambda c: c["results"][0].update(failed={"oracle": "far"}), "said to pass"),
+        (lambda c: c["implementations"].update(rms_norm={"0" * 16: c["implementations"]["rms_norm"].popitem()[1]}), "stale"),
+    ],
+)
+def test_edited_claim_is_found(claim, edit, sentence):
+    """An edit breaks the digest; an edit with a new digest breaks what it contradicts."""
+    made = json.loads(json.dumps(claim[0]))
+    edit(made)
+    if sentence != "edited":
+        made["digest"] = digest(made)
+    assert any(f.state == "broken" and sentence in f.sentence for f in verify(made))
+
+
+def test_claims_compare(claim):
+    """Comparison names cases that changed and errors that grew."""
+    made = json.loads(json.dumps(claim[0]))
+    assert compare(claim[0], made) == []
+    made["results"][0].update(status="fail", ratio=3.0)
+    made["results"].pop()
+    lines = compare(claim[0], made)
+    assert any("pass -> fail" in line for line in lines)
+    assert any("no longer run" in line for line in lines)
+
+
+def test_tier_needs_every_case(claim):
+    """A quick or partial run carries no tier."""
+    assert not any(tiers(claim[1]).values())
+
+
+def test_html_page_answers(claim):
+    """One page without network: the failing case first, by how much, and how to ask again; under a megabyte."""
+    made, results = claim
+    text = reports.page(made, [*results, result("rms_norm/x/float32", "fail", (CheckResult("oracle", False, 7.5, "far <b>"),))])
+    head = text[: text.index("By operator")]
+    assert "1 of 5 cases fail" in head
+    assert "7.5 times its bound" in head
+    assert "m3hal conform --backend reference --device cpu --case rms_norm/x/float32" in head
+    assert "far &lt;b&gt;" in head
+    assert "http" not in text.replace("https://example.org", "")
+    assert len(text) < 1 << 20
+
+
+def test_junit_is_xml(claim):
+    """JUnit counts failures and skips, with reasons."""
+    made, results = claim
+    text = reports.junit(made, [*results, result("a/b/c", "unsupported"), result("a/d/e", "fail", BAD)])
+    suites = {suite.get("name"): suite for suite in xml.fromstring(text)}
+    assert suites["a"].get("failures") == "1"
+    assert suites["a"].get("skipped") == "1"
+
+
+def test_command_line(tmp_path, capsys):
+    """conform runs a case, writes its files and exits with 0; the claim verifies; unknown names exit with 2."""
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "junit")}
+    options = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    assert main(["conform", "--backend", "reference", "--case", "rms_norm/no_token", *options]) == 0
+    assert "rms_norm" in capsys.readouterr().out
+    assert all(path.stat().st_size > 100 for path in files.values())
+    assert main(["claim", "verify", str(files["json"])]) == 0
+    assert main(["claim", "compare", str(files["json"]), str(files["json"])]) == 0
+    assert main(["conform", "--backend", "reference", "--op", "rms_nrom"]) == 2
+    assert "rms_norm" in capsys.readouterr().err
+    assert main(["conform", "--backend", "reference", "--case", "rms_norm/tokens"]) == 2
+
+
+def test_absent_operator_is_unsupported(capsys):
+    """A backend without the operator gives exit code 3, and the reason."""
+    pytest.importorskip("m3hal_example_numpy", reason="the example is not installed")
+    assert main(["conform", "--backend", "numpy", "--case", "linear/square"]) == 3
+    assert "numpy does not implement linear" in capsys.readouterr().out
