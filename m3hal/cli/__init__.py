@@ -14,7 +14,19 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from m3hal import __version__
-from m3hal.cli import backends, capacity, claim, conform, convert, devices, doctor, explain, operators, validate
+from m3hal.cli import (
+    backends,
+    capacity,
+    claim,
+    conform,
+    convert,
+    devices,
+    doctor,
+    explain,
+    new_backend,
+    operators,
+    validate,
+)
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError
 
 PASS, FAIL, USAGE, UNSUPPORTED = 0, 1, 2, 3
@@ -29,6 +41,7 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
     "conform": conform,
     "claim": claim,
+    "new-backend": new_backend,
     "convert": convert,
     "validate": validate,
 }

@@ -1,0 +1,139 @@
+"""The suite itself: its cases are well-formed, reproducible, within their sites, and their bounds can fail."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from m3hal import ops
+from m3hal_conformance.bugs import BUGS
+from m3hal_conformance.buckets import sizes
+from m3hal_conformance.case import MAX_CONTEXT, MAX_SEQS, MAX_TOKENS, case_set_hash
+from m3hal_conformance.checks import CHECKS
+from m3hal_conformance.claim import TIERS
+from m3hal_conformance.composed import PARTS, check_layer
+from m3hal_conformance.oracle import BITWISE
+from m3hal_conformance.results import Result
+from m3hal_conformance.runner import Runner
+from m3hal_conformance.suite import all_cases, select
+from m3hal_conformance.tolerance import C, calibration
+from m3hal_conformance.trees import tensors
+
+CASES = all_cases()
+
+
+def test_every_operator_has_cases():
+    """Each operator is asked about its small, its empty and its strided batches."""
+    for name in ops.NAMES:
+        mine = select(operators=[name])
+        assert any(case.quick for case in mine), name
+        assert any("F30" in case.bugs for case in mine), f"{name} has no case without tokens"
+        assert len(mine) >= 8, name
+
+
+def test_ids_and_checks_exist():
+    """Ids are unique, of the form operator/name/format, and every named check and bug exists."""
+    assert len({case.id for case in CASES}) == len(CASES)
+    for case in CASES:
+        assert case.id.split("/")[0] == case.operator
+        assert case.id.count("/") == 2
+        assert set(case.checks) <= set(CHECKS)
+        assert set(case.bugs) <= set(BUGS)
+
+
+def test_every_operator_bug_is_a_case():
+    """Each public bug of an operator is reproduced by a case."""
+    reproduced = {bug for case in CASES for bug in case.bugs}
+    assert {bug.id for bug in BUGS.values() if bug.where in ("case", "format")} - reproduced == _FORMATS_TO_COME
+
+
+#: bugs of stored formats that wait for their operators
+_FORMATS_TO_COME = {"F55", "F70"}
+
+
+def test_real_sizes_are_asked():
+    """The real hidden size, heads, page and k are among the cases; nothing exceeds its site."""
+    assert any(case.site.num_q_heads == 64 for case in select(operators=["sparse_attention"]))
+    assert {c.site.page_size for c in CASES if c.operator == "sparse_attention"} == {64, 128, 256}
+    for case in select(quick=True):
+        found = sizes(ops.load(case.operator), case.inputs())
+        assert found.get("tokens", 0) <= MAX_TOKENS
+        assert found.get("requests", 0) <= MAX_SEQS
+        assert found.get("context", 0) <= MAX_CONTEXT
+
+
+@pytest.mark.parametrize("case", select(ids=["sparse_attention/decode", "moe_experts/few_resident"]), ids=lambda c: c.id)
+def test_inputs_follow_from_the_id(case):
+    """The same id and seed give the same bits; another seed gives other numbers of the same shapes."""
+    one, two, other = (dict(tensors(case.inputs(seed))) for seed in (0, 0, 1))
+    assert all(torch.equal(one[k].view(torch.uint8), two[k].view(torch.uint8)) for k in one if one[k].is_contiguous())
+    assert {k: t.shape for k, t in one.items()} == {k: t.shape for k, t in other.items()}
+    assert any(not torch.equal(one[k], other[k]) for k in one)
+
+
+def test_inputs_follow_from_the_id_in_another_process():
+    """Another process, with another hash seed, draws the same numbers."""
+    code = (
+        "from m3hal_conformance.suite import select\n"
+        "print(select(ids=['linear/k_96'])[0].inputs()['x'].double().sum().item())"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": str(n)}, capture_output=True, text=True, check=True)
+        for n in (1, 2)
+    ]
+    assert runs[0].stdout == runs[1].stdout != ""
+
+
+def test_case_set_hash_follows_the_cases():
+    """A changed check changes the hash of the case set."""
+    from dataclasses import replace
+
+    changed = (replace(CASES[0], checks=("oracle",)), *CASES[1:])
+    assert case_set_hash(CASES) != case_set_hash(changed)
+
+
+def test_every_bound_is_calibrated():
+    """Each operator that is not bitwise has an entry in each format and class of inputs that its cases use."""
+    found = {tuple(key.split("+")[0].split("/")[i] for i in (0, 2, 3)) for key in calibration() if "+" not in key}
+    for case in CASES:
+        plain = case.site.kv_format in ("", *C_FORMATS) and case.site.weight_format in ("", *C_FORMATS)
+        asked = "oracle" in case.checks and case.operator not in BITWISE and plain
+        if asked:
+            assert (case.operator, case.format, case.input_class) in found, case.id
+
+
+C_FORMATS = tuple({format for _, format in C})
+
+
+def test_bounds_are_tight():
+    """No bound for plain formats lets one percent through, in fp32 not even 1e-3."""
+    for key, entry in calibration().items():
+        _, output, format, _ = key.split("+")[0].split("/")
+        if "+" in key or output.endswith("buf"):
+            continue
+        if format == "bfloat16" and entry["exact"] < 0.2:  # a row error, not an ulp
+            assert C["row", format] * entry["exact"] < 1e-2, key
+        elif format == "float32" and entry["exact"] < 0.2:
+            assert C["row", format] * entry["exact"] < 1e-3, key
+
+
+def test_quick_cases_of_the_reference_pass():
+    """The reference passes a slice of the suite; `m3hal conform` asks it the rest."""
+    operators = ("rms_norm", "swiglu_oai", "route_topk", "sparse_attention", "qk_norm_rope_insert")
+    results = Runner("reference", "cpu").run(select(operators=operators, quick=True)[::3])
+    assert [result.sentence for result in results if result.status == "fail"] == []
+
+
+def test_tiers_are_of_operators():
+    """A tier names operators, and the composed layer uses real ones."""
+    assert set().union(*TIERS.values()) == set(ops.NAMES)
+    assert set(PARTS) <= set(ops.NAMES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_composed_layer_of_the_reference(dtype):
+    """The reference's operators, composed, are within the layer's bound."""
+    result = check_layer(Runner("reference", "cpu"), dtype)
+    assert result.status == "pass", result.sentence
+    assert isinstance(result, Result)
