@@ -23,6 +23,7 @@ E8M0_NAN = 255
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int16]
+Words = npt.NDArray[np.uint64]
 
 #: a row without a nonzero element has no largest exponent
 NO_ELEMENT = -1000
@@ -62,52 +63,93 @@ class Encoder:
         self._profile = profile
         self._out = np.empty((rows, blocks, BLOCK // 2), np.uint16)
         tile = (max(1, min(rows, _TILE // (blocks * BLOCK))), blocks, BLOCK // 2)
-        self._index = np.empty(tile, np.intp)
-        self._want, self._got = np.empty(tile, np.uint32), np.empty(tile, np.uint32)
+        self._index = np.empty(tile, np.uint16)
+        self._words = tuple(np.empty(self._index.size // 4, np.uint64) for _ in range(5))
 
     def encode(self, codes: Bytes, scales: Bytes) -> tuple[Bytes, npt.NDArray[np.float32]]:
         """E4M3 bytes [rows, K], valid until the next call, and scales float32 [rows, 1].
 
-        The rows must be ones that the profile holds, as ``scan`` finds out.
+        The rows must be ones that the profile holds, as ``require_exact`` finds out.
         """
         table, out = _encoding(self._profile), self._out[: len(codes)]
         exponents = row_tops(codes, scales) - np.int16(self._profile.top)
         exponents[exponents < NO_ELEMENT // 2] = 127  # an all-zero row gets the scale 1.0
-        for tile, index in self._tiles(codes, scales, exponents):
+        for tile in self._tiles(len(codes)):
+            page = scales[tile].astype(np.int16) - (exponents[tile, None] + np.int16(_FIRST))
+            page[(page < 0) | (page >= _PAGES)] = _PAGES
+            pages = page.astype(np.uint16) << np.uint16(8)
+            index = self._index[: len(page)]
+            np.add(pages[..., None], codes[tile].reshape(index.shape), out=index)
             np.take(table, index, out=out[tile], mode="clip")
         weight_scale = (exponents.astype(np.uint32) << np.uint32(23)).view(np.float32)
         return out.view(np.uint8).reshape(len(codes), -1), weight_scale[:, None]
 
     def equal(self, codes: Bytes, scales: Bytes, fp8: Bytes, weight_scale: npt.NDArray[np.float32]) -> bool:
-        """Whether E4M3 rows say the same numbers as MXFP4 rows; decoded from the written bytes, in integers.
+        """Whether E4M3 rows say the same numbers as MXFP4 rows, by the written bytes and scales alone, in integers.
 
-        Every number is taken apart into sign, exponent and a 4-bit significand, relative to the row's scale; equal
-        triples are equal numbers.
+        Both are taken apart into sign, exponent and mantissa; equal parts are equal numbers. No table of the encoder
+        is used.
         """
         bits = weight_scale.view(np.uint32)[:, 0]
         if np.any(bits & np.uint32(0x807FFFFF)) or np.any(bits == 0):
-            return False
-        exponents = (bits >> np.uint32(23)).astype(np.int16)
-        source, target = _source_triples(), _target_triples(self._profile.ieee)
-        pairs = fp8.view(np.uint16).reshape(*scales.shape, BLOCK // 2)
-        for tile, index in self._tiles(codes, scales, exponents):
-            want, got = self._want[: len(index)], self._got[: len(index)]
-            np.take(source, index, out=want, mode="clip")
-            np.take(target, pairs[tile], out=got, mode="clip")
-            if not np.array_equal(want, got):
+            return False  # no positive, normal power of two
+        # An E2M1 exponent field e (0..3) is 2^(e - 1) times 2^(s - 127); E4M3's field f is 2^(f - 7) times the scale.
+        shift = scales.astype(np.int16) - (bits >> np.uint32(23)).astype(np.int16)[:, None] + np.int16(6)
+        far = (shift < -3) | (shift > 15)
+        if np.any(far):  # legal over zeros only
+            if np.any(codes.reshape(*scales.shape, BLOCK // 2)[far] & 0x77):
                 return False
-        return True
+            shift[far] = 0
+        return all(self._same(codes[tile], shift[tile], fp8[tile]) for tile in self._tiles(len(codes)))
 
-    def _tiles(self, codes: Bytes, scales: Bytes, exponents: Ints) -> Iterator[tuple[slice, npt.NDArray[np.intp]]]:
-        """Rows few enough for the cache, and each code byte's index into a table of pages, the last for misfits."""
+    def _same(self, codes: Bytes, shift: Ints, fp8: Bytes) -> bool:
+        """Eight elements at a time, one to a byte of a 64-bit word.
+
+        A field above 15 or below 0 would first run into its own sign bit, so equal signs and equal words together
+        exclude it, and with it any carry into the next byte.
+        """
+        written = fp8.reshape(-1).view(np.uint64)
+        source, nonzero, fields, half, spare = (words[: len(written)] for words in self._words)
+        np.copyto(source.view(np.uint16), codes.reshape(-1))
+        _shift_or(source, 4, spare)
+        np.bitwise_and(source, _bytes(0x0F), out=source)  # a nibble to each byte
+        np.bitwise_and(source, _bytes(0x07), out=half)
+        np.add(half, _bytes(0x7F), out=nonzero)
+        np.bitwise_and(nonzero, _bytes(0x80), out=nonzero)  # bit 7: not a zero
+        np.right_shift(half, np.uint64(1), out=fields)
+        np.bitwise_and(fields, _bytes(0x03), out=fields)
+        np.right_shift(fields, np.uint64(1), out=spare)
+        np.bitwise_or(spare, fields, out=spare)
+        np.bitwise_and(half, spare, out=half)
+        np.bitwise_and(half, _bytes(0x01), out=half)  # code 1 is the subnormal 0.5: 1 * 2^-1
+        np.left_shift(source, np.uint64(4), out=source)
+        np.bitwise_and(source, nonzero, out=source)  # signs
+        np.bitwise_and(written, _bytes(0x80), out=spare)
+        if not np.array_equal(source, spare):
+            return False
+        np.left_shift(fields, np.uint64(3), out=fields)
+        np.left_shift(half, np.uint64(2), out=half)
+        np.bitwise_or(fields, half, out=fields)
+        np.bitwise_or(fields, source, out=fields)
+        np.right_shift(nonzero, np.uint64(7), out=half)
+        np.multiply(half, np.repeat(shift.reshape(-1).astype(np.uint64) << np.uint64(3), BLOCK // 8), out=half)
+        np.add(fields, half, out=fields)
+        return np.array_equal(fields, written) and self._are_normal(written, nonzero, spare)
+
+    def _are_normal(self, written: Words, nonzero: Words, spare: Words) -> bool:
+        """Exponent field 0 is no normal number, and field 15 is none where the format keeps it for infinities."""
+        np.bitwise_and(written, _bytes(0x78), out=spare)
+        if self._profile.ieee and np.any((spare + _bytes(0x08)) & _bytes(0x80)):
+            return False
+        np.add(spare, _bytes(0x78), out=spare)
+        np.bitwise_and(spare, _bytes(0x80), out=spare)
+        return np.array_equal(spare, nonzero)
+
+    def _tiles(self, rows: int) -> Iterator[slice]:
+        """Rows few enough for the cache."""
         step = len(self._index)
-        for start in range(0, len(codes), step):
-            tile = slice(start, min(start + step, len(codes)))
-            page = scales[tile].astype(np.intp) - (exponents[tile, None].astype(np.intp) + _FIRST)
-            page[(page < 0) | (page >= _PAGES)] = _PAGES
-            page <<= 8
-            index = self._index[: len(page)]
-            yield tile, np.add(page[..., None], codes[tile].reshape(index.shape), out=index)
+        for start in range(0, rows, step):
+            yield slice(start, min(start + step, rows))
 
 
 def to_bf16(codes: Bytes, scales: Bytes) -> Bytes:
@@ -132,6 +174,16 @@ def magnitude_exponents(codes: Bytes) -> npt.NDArray[np.int16]:
     return np.array([NO_ELEMENT, *_EXPONENT[1:]], np.int16)[nibbles]
 
 
+def _bytes(value: int) -> np.uint64:
+    """A byte, eight times."""
+    return np.uint64(value * 0x0101010101010101)
+
+
+def _shift_or(words: Words, bits: int, spare: Words) -> None:
+    np.left_shift(words, np.uint64(bits), out=spare)
+    np.bitwise_or(words, spare, out=words)
+
+
 def _each(nibble: int) -> np.uint64:
     return np.uint64(nibble * 0x1111111111111111)
 
@@ -153,45 +205,6 @@ def _encoding(profile: Profile) -> npt.NDArray[np.uint16]:
             if profile.bottom <= exponent <= profile.top:
                 single[page, code] = (code >> 3) << 7 | (exponent + 7) << 3 | _HALF[code & 7] << 2
     return _pairs(single).view(np.uint16)
-
-
-_MISFIT_SOURCE, _MISFIT_TARGET = 0xFFFF, 0xFFFE  # no triple, and never equal
-
-
-def _triple(negative: bool, exponent: int, significand: int) -> int:
-    """significand * 2^exponent with 8 <= significand < 16, packed into 16 bits; zero is 0."""
-    return negative << 15 | (exponent + 64) << 8 | significand
-
-
-@cache
-def _source_triples() -> npt.NDArray[np.uint32]:
-    """Page and byte of two codes -> what they are worth, from the definition of E2M1."""
-    single = np.full((_PAGES + 1, 16), _MISFIT_SOURCE, np.uint16)
-    single[:, [0, 8]] = 0
-    for page in range(_PAGES):
-        for code in (*range(1, 8), *range(9, 16)):
-            half, quarter = divmod(code & 7, 2)  # exponent bits, mantissa bit; exponent 0 is the subnormal 0.5
-            worth = (2 + quarter) << (half - 1) if half else quarter  # in units of 1/2
-            shift = 4 - worth.bit_length()
-            single[page, code] = _triple(code > 7, page + _FIRST - 1 - shift, worth << shift)
-    return _pairs(single).view(np.uint32)
-
-
-@cache
-def _target_triples(ieee: bool) -> npt.NDArray[np.uint32]:
-    """Two E4M3 bytes -> what they are worth. Infinities, NaN and 0x80 are worth nothing that a source can say."""
-    single = np.full((1, 256), _MISFIT_TARGET, np.uint16)
-    for byte in range(256):
-        field, mantissa = byte >> 3 & 15, byte & 7
-        if byte == 0:
-            single[0, byte] = 0
-        elif (field == 15 and (ieee or mantissa == 7)) or byte == 0x80:
-            continue
-        else:
-            worth = mantissa if field == 0 else 8 + mantissa
-            shift = 4 - worth.bit_length()
-            single[0, byte] = _triple(byte > 127, max(field, 1) - 10 - shift, worth << shift)
-    return _pairs(single).view(np.uint32)
 
 
 @cache

@@ -17,6 +17,9 @@ import numpy.typing as npt
 from m3hal.checkpoint.convert.errors import ConversionError
 from m3hal.checkpoint.convert.quark import Located
 
+# Larger writes make Linux hunt for huge pages: with two workers they cost twice the time.
+_PIECE = 256 << 10
+_FLUSH = 64 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -66,14 +69,18 @@ class Output:
         with _writing(path, size):
             self._file = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0))
             os.truncate(self._partial, size)
-        self._size = size
+        self._size, self._since_flush = size, 0
 
     def write(self, start: int, data: bytes | npt.NDArray[Any]) -> int:
         """Writes all of data at byte start and returns how much that was."""
         view, done = (memoryview(data) if isinstance(data, bytes) else data.data.cast("B")), 0
         with _writing(self.path, self._size):
             while done < len(view):
-                done += os.pwrite(self._file, view[done:], start + done)
+                done += os.pwrite(self._file, view[done : done + _PIECE], start + done)
+            self._since_flush += done
+            if self._since_flush >= _FLUSH:
+                self._since_flush = 0
+                _forget(self._file)
         return done
 
     def commit(self) -> None:
@@ -114,6 +121,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _forget(file: int) -> None:
+    """Starts writing back what is dirty and frees what is clean, so that fsync finds little left and memory stays free."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager

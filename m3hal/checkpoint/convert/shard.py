@@ -16,7 +16,7 @@ from m3hal.checkpoint.convert.plan import Shard
 from m3hal.checkpoint.convert.profiles import Profile
 from m3hal.checkpoint.convert.quark import BLOCK, Located, Quantised
 
-_CHUNK = 1 << 19  # bytes read at once
+_CHUNK = 1 << 18  # bytes read at once
 
 #: called with the number of bytes written since the last call
 Progress = Callable[[int], None]
