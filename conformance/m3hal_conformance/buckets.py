@@ -106,7 +106,7 @@ def _rows(tensor: Tensor, count: int, fill: float) -> Tensor:
 
 
 def _table_width(context: int) -> int:
-    """Columns of a block table that holds a context in pages of 64 tokens, the smallest that cases use, and one more."""
+    """Columns of a block table that holds a context in pages of 64 tokens, the smallest in use, and one more."""
     return context // 64 + 1
 
 

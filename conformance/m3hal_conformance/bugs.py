@@ -25,7 +25,7 @@ class Bug:
 
 _GH = "https://github.com/"
 _ROWS: tuple[tuple[str, Where, str, str], ...] = (
-    ("F01", "case", "the activation's limit, alpha and beta are dropped by an adapter", "sgl-project/sglang/pull/29182"),
+    ("F01", "case", "an adapter drops the limit, alpha and beta", "sgl-project/sglang/pull/29182"),
     ("F02", "case", "missing activation constants become those of SiLU", "vllm-project/vllm/pull/48929"),
     ("F03", "case", "one path ignores the limit", "sgl-project/sglang/pull/39920"),
     ("F04", "case", "a constant is compiled in and the given one ignored", "vllm-project/vllm-ascend/pull/11916"),

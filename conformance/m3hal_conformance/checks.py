@@ -22,7 +22,7 @@ Check = Callable[[Trial], "list[Score] | None"]
 CHECKS: dict[str, Check] = {}
 
 #: what every case asks
-UNIVERSAL = ("oracle", "guards", "inputs", "written", "convention", "rerun", "allocates", "overwritten")
+UNIVERSAL = ("oracle", "guards", "inputs", "written", "convention", "rerun", "allocates", "overwritten", "two_sites")
 
 
 def check(function: Check) -> Check:
@@ -91,7 +91,9 @@ def allocates(trial: Trial) -> None:
     found = [(t.dtype, tuple(t.shape), t.stride() if t.numel() else ()) for _, t in tensors(returned)]
     asked = [(t.dtype, tuple(t.shape), t.stride() if t.numel() else ()) for _, t in tensors(wanted)]
     if found != asked:
-        raise CheckFailed(f"without out= it returns (dtype, shape, strides) {found}; the definition's fake says {asked}")
+        raise CheckFailed(
+            f"without out= it returns (dtype, shape, strides) {found}; the definition's fake says {asked}"
+        )
     trimmed_actual = trimmed(trial.operator, Outcome(actual), trial.inputs).outputs
     _same(trial.first.outputs, trimmed_actual, "without out= the result differs")
 
@@ -114,6 +116,14 @@ def overwritten(trial: Trial) -> None:
     _same(fresh, after, "after its inputs were overwritten in place, a call differs from a fresh one")
     again = trial.call(trial.inputs).outputs
     _same(trial.first.outputs, again, "after a call on other inputs, the first call's result does not come back")
+
+
+@check
+def two_sites(trial: Trial) -> None:
+    """After the operator was bound at another site with other constants, this site's callable gives the same bits."""
+    before = trial.first.outputs
+    trial.bind_another()
+    _same(before, trial.call(trial.inputs).outputs, "after another site was bound, this one's result differs")
 
 
 def _alike(one: Any, other: Any) -> bool:

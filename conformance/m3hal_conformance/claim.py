@@ -1,7 +1,7 @@
 """A claim: what a conformance run found, as a file that others can check.
 
-It says which implementations ran (``impl_id`` and the hash of every file), on what device, driver and torch, which cases
-with which seed, and for each case the worst error over its bound. Its digest covers everything else in it.
+It says which implementations ran (``impl_id`` and the hash of every file), on what device, driver and torch, which
+cases with which seed, and for each case the worst error over its bound. Its digest covers everything else in it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make_claim(
 
 
 def tiers(results: Sequence[Result]) -> dict[str, bool]:
-    """Which tiers the results carry: nothing failed or waived, each core operator passed, and all its cases were run."""
+    """Which tiers the results carry: nothing failed or waived, each core operator passed, all cases were run."""
     ran = {result.case for result in results}
     found = {}
     for tier, names in TIERS.items():
@@ -119,11 +119,15 @@ class Finding:
 def verify(claim: Mapping[str, Any]) -> list[Finding]:
     """Re-checks a claim against its own digest, the installed suite and the installed backend; runs no kernel."""
     if claim.get("claim_version") != CLAIM_VERSION:
-        return [Finding("broken", f"it has claim version {claim.get('claim_version')!r}; this suite reads {CLAIM_VERSION}")]
+        return [
+            Finding("broken", f"it has claim version {claim.get('claim_version')!r}; this suite reads {CLAIM_VERSION}")
+        ]
     found = []
     same = digest(claim) == claim.get("digest")
     found.append(
-        Finding("ok", "its digest covers what it says") if same else Finding("broken", "it was edited: its digest does not match")
+        Finding("ok", "its digest covers what it says")
+        if same
+        else Finding("broken", "it was edited: its digest does not match")
     )
     found.append(_verify_cases(claim))
     found.append(_verify_statuses(claim))
@@ -189,7 +193,9 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         elif old["status"] != row["status"]:
             lines.append(f"{row['case']}: {old['status']} -> {row['status']}")
         elif (row["ratio"] or 0) > 1.25 * (old["ratio"] or 0) + 0.01:
-            lines.append(f"{row['case']}: its error over its bound grew from {old['ratio'] or 0:.3f} to {row['ratio']:.3f}")
+            lines.append(
+                f"{row['case']}: its error over its bound grew from {old['ratio'] or 0:.3f} to {row['ratio']:.3f}"
+            )
     return [*lines, *(f"{case}: no longer run" for case in rows)]
 
 
@@ -233,8 +239,9 @@ def _described(runner: Runner, case: Case) -> dict[str, Any]:
     base: dict[str, Any] = {"case": case.id, "backend": offer.bound.backend, "traits": dict(offer.bound.traits)}
     if impl is None:
         return {**base, "path": "a composition of the backend's core operators"}
-    declared = {"memory": impl.memory, "alignment": impl.alignment, "views": impl.views, "zero_tokens": impl.zero_tokens,
-                "buckets": {k: list(v) for k, v in impl.buckets.items()}, "layouts": list(impl.layouts)}  # fmt: skip
+    declared = {name: getattr(impl, name) for name in ("memory", "alignment", "views", "zero_tokens")}
+    declared["buckets"] = {name: list(sizes) for name, sizes in impl.buckets.items()}
+    declared["layouts"] = list(impl.layouts)
     return {**base, "path": impl.path, "declares": declared, "files": files_of(impl)}
 
 

@@ -61,7 +61,9 @@ def _backend(name: str | None) -> str:
     """What ``--backend`` or the policy names; a suite must know whom it asks."""
     asked = name or Policy.resolve().backend
     if asked in ("auto", "vllm"):
-        raise ConfigurationError(f"conform needs a backend's name, not {asked!r}; `m3hal backends` lists the installed ones.")
+        raise ConfigurationError(
+            f"conform needs a backend's name, not {asked!r}; `m3hal backends` lists the installed ones."
+        )
     return asked
 
 

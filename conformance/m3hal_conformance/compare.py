@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -43,7 +44,9 @@ class Score:
         return self.error <= self.bound
 
     def __str__(self) -> str:
-        unit = {"row": "relative L2 of row", "ulp": "ulp at", "bits": "bits at", "regret": "score regret at"}[self.metric]
+        unit = {"row": "relative L2 of row", "ulp": "ulp at", "bits": "bits at", "regret": "score regret at"}[
+            self.metric
+        ]
         if self.metric == "bits":
             return f"{self.output}: differs in its bits, first at {self.where}: {self.shown}"
         return f"{self.output}: {self.error:.3e} {unit} {self.where}; the bound is {self.bound:.3e}. {self.shown}"
@@ -110,7 +113,9 @@ def same_bits(name: str, actual: Tensor, oracle: Tensor) -> Score:
     return Score(name, "bits", INF, 0.0, where, f"{_show(actual[where], oracle[where])} ({count} elements)")
 
 
-def selection(name: str, ids: Tensor, oracle: Tensor, scores: Tensor, visible: Tensor, site: Site, bound: float) -> Score:
+def selection(
+    name: str, ids: Tensor, oracle: Tensor, scores: Tensor, visible: Tensor, site: Site, bound: float
+) -> Score:
     """Class S for blocks: order, prefix, count and forced blocks exactly; the rest by regret of the exact scores.
 
     regret: by how much the best score left out exceeds the worst one chosen, relative to the row's largest |score|.
@@ -197,7 +202,7 @@ def _route_ids(ids: Tensor, choice: Tensor, oracle: Tensor, bound: float) -> Sco
         gap = torch.where(best == taken, 0.0, (best - taken).abs())
         regret = float(gap.max()) if len(chosen) else 0.0
         # equal scores: the lower id must win
-        swapped = any(a > b and row[a] == row[b] for a, b in zip(chosen, chosen[1:], strict=False))
+        swapped = any(a > b and row[a] == row[b] for a, b in pairwise(chosen))
         skipped = [e for e in range(experts) if e not in chosen and row[e] == row[chosen[-1]] and e < chosen[-1]]
         if (swapped or skipped) and regret == 0:
             return Score("ids", "regret", INF, bound, (token,), f"among equals the lower id wins: {shown}")
@@ -221,9 +226,7 @@ def _shape(name: str, actual: Tensor, oracle: Tensor) -> Score:
 
 
 def _indices(shape: torch.Size) -> list[tuple[int, ...]]:
-    import itertools
-
-    return list(itertools.product(*(range(size) for size in shape)))
+    return list(product(*(range(size) for size in shape)))
 
 
 def _place(index: Tensor, shape: torch.Size) -> tuple[int, ...]:

@@ -27,8 +27,8 @@ from m3hal_conformance.harness import widened
 from m3hal_conformance.legitimate import EVALUATIONS
 from m3hal_conformance.results import CheckResult, Result
 from m3hal_conformance.runner import Runner, Unsupported
-from m3hal_conformance.trees import map_tensors
 from m3hal_conformance.suite._paged import filled, index_layout, kv_layout, requests
+from m3hal_conformance.trees import map_tensors
 
 #: operators of the layer and the site that each runs at
 PARTS: Mapping[str, str] = {
@@ -99,7 +99,8 @@ def make_layer(site: Site, name: str) -> Layer:
     return Layer(
         x=draw(held.tokens, HIDDEN), weights=weights,
         norms=QKNorms(*(draw(dim, scale=0.2) for _ in range(4))),
-        kv=filled(held, kv_layout(site), keys, values, rng), index_cache=filled(held, index_layout(site), index, None, rng),
+        kv=filled(held, kv_layout(site), keys, values, rng),
+        index_cache=filled(held, index_layout(site), index, None, rng),
         experts=ExpertWeights(draw(EXPERTS, 2 * INNER, HIDDEN, scale=0.1), draw(EXPERTS, HIDDEN, INNER, scale=0.1)),
         meta=held.meta, positions=held.meta.positions(held.tokens), cos_sin=rope_table(4096, site.rotary_dim, 5e6),
         slots=held.query_slots(),
@@ -170,7 +171,9 @@ def _judge(site: Site, where: Mapping[str, Site], dtype: str, found: Found) -> l
     near = 2e-2 if dtype == "bfloat16" else 1e-4
     scores = ops.load("block_scores").reference(index_q, exact.index_cache, exact.meta, block_size=site.block_size)
     regret = max(_block_regret(scores, found.blocks, exact.meta, site), _expert_regret(choice, found.experts))
-    chosen = f"a selection is worse than one that it left out by {regret:.3e} of the scores' size; {near:.0e} is allowed"
+    chosen = (
+        f"a selection is worse than one that it left out by {regret:.3e} of the scores' size; {near:.0e} is allowed"
+    )
     return [
         CheckResult("composed", error <= bound, error / bound, "" if error <= bound else sentence),
         CheckResult("regret", regret <= near, regret / near, "" if regret <= near else chosen),

@@ -1,12 +1,12 @@
 """Coverage of what is declared: both sides of every limit are tried, and what nobody asked about is named.
 
-A limit that says yes must run: the smallest case of the operator is asked again with the site's attribute at the edge of
-the limit. Beyond the edge the implementation is tried as well, past its own manifest: that it works there is a note.
+A limit that says yes must run: the smallest case of the operator is asked again with the site's attribute at the edge
+of the limit. Beyond the edge the implementation is tried as well, past its own manifest: that it works there is a note.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +58,9 @@ def probes(impl: Impl, site: Site) -> Iterator[Probe]:
         here = getattr(site, limit.attribute)
         for value in _values(limit, here):
             if value != here:
-                yield Probe(limit, value, all(x.refusal(value) is None for x in impl.limits if x.attribute == limit.attribute))
+                yield Probe(
+                    limit, value, all(x.refusal(value) is None for x in impl.limits if x.attribute == limit.attribute)
+                )
 
 
 def _values(limit: Limit, here: Any) -> list[Any]:
@@ -92,7 +94,9 @@ def _ask(runner: Runner, case: Case, impl: Impl, probe: Probe, notes: list[str],
         else:
             extra.append(result)
     elif _works(runner, probed, impl):
-        notes.append(f"{case.operator}: {attribute} = {value!r} is refused by its limit, yet it computes the operator there")
+        notes.append(
+            f"{case.operator}: {attribute} = {value!r} is refused by its limit, yet it computes the operator there"
+        )
 
 
 def _sensible(site: Site, attribute: str, value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Legitimate low-precision evaluations: what a good kernel computes, written apart from the definitions.
 
-Sums run in fp32 in another order than the definition's (lanes, split K, tiles of keys with an online softmax), exponents
-are base 2, matrix operands are rounded to the activation's format where a matrix unit would round them. Their error
+Sums run in fp32 in another order than the definition's (lanes, split K, tiles of keys with an online softmax),
+exponents are base 2, matrix operands are rounded to the activation's format where a matrix unit would round them. Their error
 against the exact oracle is what bounds are derived from (:mod:`m3hal_conformance.calibrate`).
 """
 
@@ -108,9 +108,7 @@ def block_scores(site: Site, traits: Traits, index_q: Tensor, index_cache: Paged
     return scores
 
 
-def sparse_attention(
-    site: Site, traits: Traits, q: Tensor, kv: PagedCache, block_ids: Tensor, meta: SeqMeta
-) -> Any:
+def sparse_attention(site: Site, traits: Traits, q: Tensor, kv: PagedCache, block_ids: Tensor, meta: SeqMeta) -> Any:
     def visible(first: int, last: int, position: Tensor, key: Tensor) -> Tensor:
         chosen = (block_ids[first:last, :, None, :] == (key // site.block_size)[None, None, :, None]).any(-1)
         return chosen & (key <= position[:, None])[:, None]

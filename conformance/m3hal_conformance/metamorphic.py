@@ -211,6 +211,21 @@ def huge_pages(trial: Trial) -> None:
 
 
 @check
+def huge_pages_read(trial: Trial) -> list[Score]:
+    """Pages whose offset exceeds 31 bits are read: the result has the bits of the same pages close together."""
+    inputs = trial.inputs
+    (name,) = trial.case.lazy
+    cache, meta = inputs[name], inputs["meta"]
+    pages, where = meta.block_table.unique(return_inverse=True)
+    near = replace(cache, buf=cache.buf[pages.long()].clone())
+    close = {**inputs, name: near, "meta": replace(meta, block_table=where.to(meta.block_table.dtype))}
+    together = trial.call(close).outputs
+    _same(together, trial.call(inputs).outputs, "with pages past 31 bits of offset, the result differs")
+    sub = replace_exact(trial, oracles.exact(trial.operator, trial.case.site, close))
+    return sub.require(together, "against the oracle")
+
+
+@check
 def no_host_sync(trial: Trial) -> None:
     """The call waits for no device value on the host; detectable on CUDA."""
     if trial.device.type != "cuda":

@@ -49,7 +49,9 @@ def matrix(results: Sequence[Result]) -> list[list[str]]:
         mine = [result for result in results if result.operator == operator]
         found = counts(mine)
         ratios = [r.worst for r in mine if r.worst is not None]
-        rows.append([operator, *(str(found[s] or ".") for s in STATUSES), f"{max(ratios):.2f}" if ratios else "", _note(mine)])
+        rows.append(
+            [operator, *(str(found[s] or ".") for s in STATUSES), f"{max(ratios):.2f}" if ratios else "", _note(mine)]
+        )
     return rows
 
 
@@ -130,14 +132,15 @@ def page(claim: Mapping[str, Any], results: Sequence[Result]) -> str:
         _cases(results),
     ]
     style = (
-        "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222;background:#fff}"
-        "table{border-collapse:collapse;font-size:14px}td,th{padding:.2em .7em;border-bottom:1px solid #ddd;text-align:left;"
-        "vertical-align:top}.bad{color:#a40000}.good{color:#006b2d}code{background:#f2f2f2;padding:.1em .3em;"
-        "overflow-wrap:anywhere}.fail{border-left:4px solid #a40000;padding-left:1em;margin:1.2em 0}summary{cursor:pointer}"
+        "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222}"
+        "table{border-collapse:collapse;font-size:14px}td,th{padding:.2em .7em;border-bottom:1px solid #ddd;"
+        "text-align:left;vertical-align:top}.bad{color:#a40000}.good{color:#006b2d}code{background:#f2f2f2;padding:.1em .3em;"
+        "overflow-wrap:anywhere}.fail{border-left:4px solid #a40000;padding-left:1em;margin:1.2em 0}"
     )
     title = f"{verdict}: {claim['backend']} on {claim['device']}"
     return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width'>"
         f"<title>{_e(title)}</title><style>{style}</style></head><body>{''.join(parts)}</body></html>"
     )
 
@@ -158,7 +161,9 @@ def _failures(claim: Mapping[str, Any], failed: Sequence[Result]) -> str:
 
 def _notes(claim: Mapping[str, Any]) -> str:
     notes = claim["coverage"].get("notes", [])
-    return f"<h2>Coverage of what is declared</h2><ul>{''.join(f'<li>{_e(n)}</li>' for n in notes)}</ul>" if notes else ""
+    return (
+        f"<h2>Coverage of what is declared</h2><ul>{''.join(f'<li>{_e(n)}</li>' for n in notes)}</ul>" if notes else ""
+    )
 
 
 def _cases(results: Sequence[Result]) -> str:
@@ -166,7 +171,13 @@ def _cases(results: Sequence[Result]) -> str:
     for operator in dict.fromkeys(result.operator for result in results):
         mine = [result for result in results if result.operator == operator]
         rows = [["case", "", "error / bound", "seconds", "reason"]] + [
-            [r.case, _MARKS[r.status], "" if r.worst is None else f"{r.worst:.3g}", f"{r.seconds:.2f}", r.sentence[:200]]
+            [
+                r.case,
+                _MARKS[r.status],
+                "" if r.worst is None else f"{r.worst:.3g}",
+                f"{r.seconds:.2f}",
+                r.sentence[:200],
+            ]
             for r in mine
         ]
         blocks.append(f"<details><summary>{_e(operator)}, {len(mine)} cases</summary>{_table(rows)}</details>")

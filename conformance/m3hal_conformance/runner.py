@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from m3hal.dispatch import Bound, Impl, Plan, Policy, plan
+from m3hal.dispatch import Bound, Impl, M3halError, Plan, Policy, plan
 from m3hal.ops import SeqMeta
 from m3hal.shape import Site
+from m3hal_conformance import metamorphic as _metamorphic  # registers its checks
 from m3hal_conformance.buckets import misfit, sizes
 from m3hal_conformance.case import MAX_TOKENS, Case, shape_of
 from m3hal_conformance.checks import CHECKS
-from m3hal_conformance import metamorphic as _metamorphic  # registers its checks
 from m3hal_conformance.results import CheckResult, Result
 from m3hal_conformance.tolerance import UncalibratedError
 from m3hal_conformance.trees import tensors
@@ -79,6 +80,7 @@ class Runner:
         try:
             offer = self.offer(case.operator, case.site, case.layout)
             trial = Trial(case, offer.bound, self.torch_device, offer.impl or Impl(""), self.seed)
+            trial.bind_another = partial(self._bind_another, case)
             self._fits(trial)
             checks = tuple(self._check(trial, name) for name in case.checks)
         except (Unsupported, UncalibratedError) as error:
@@ -133,6 +135,16 @@ class Runner:
             return choice.chosen.impl_id
         return self.offer(case.operator, case.site, case.layout).bound.impl_id
 
+    def _bind_another(self, case: Case) -> None:
+        """A second layer of the model, whose every constant differs, is bound beside the first."""
+        site = case.site
+        other = replace(
+            site, eps=10 * site.eps, scale=0.5 * site.scale, weight_offset=1.0 - site.weight_offset,
+            alpha=site.alpha / 2, beta=site.beta + 1, limit=site.limit / 2, routed_scale=site.routed_scale + 1, causal=not site.causal,
+        )  # fmt: skip
+        with suppress(Unsupported, M3halError):
+            self._bind(case.operator, other, case.layout)
+
     def _fits(self, trial: Trial) -> None:
         """Raises Unsupported when the inputs are outside what the implementation declares."""
         impl, inputs = trial.impl, trial.inputs
@@ -150,7 +162,9 @@ class Runner:
                 raise Unsupported(f"{path} has a strided last axis; it takes dense rows")
             offset = tensor.storage_offset() * tensor.element_size()
             if impl.alignment > tensor.element_size() and _misaligned(tensor, offset, impl.alignment):
-                raise Unsupported(f"{path} starts or steps off a multiple of {impl.alignment} bytes, which it declares to need")
+                raise Unsupported(
+                    f"{path} starts or steps off a multiple of {impl.alignment} bytes, which it declares to need"
+                )
 
     def _check(self, trial: Trial, name: str) -> CheckResult:
         try:
@@ -171,5 +185,7 @@ class Runner:
 
 
 def _misaligned(tensor: Tensor, offset: int, alignment: int) -> bool:
-    steps = [stride * tensor.element_size() for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    steps = [
+        stride * tensor.element_size() for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ]
     return offset % alignment != 0 or any(step % alignment for step in steps[:-1])

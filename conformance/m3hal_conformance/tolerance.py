@@ -1,5 +1,6 @@
-"""Bounds, derived: ``c`` times the worst error of a legitimate low-precision evaluation, per operator, output, format
-and class of inputs. The measured errors are in ``calibration.json``; ``python -m m3hal_conformance.calibrate`` makes it.
+"""Bounds, derived: ``c`` times the worst error of a legitimate low-precision evaluation, per operator, output,
+format and class of inputs. The measured errors are in ``calibration.json``, which
+``python -m m3hal_conformance.calibrate`` makes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ C: Mapping[tuple[str, str], float] = {
 }
 #: No bound is below these: the class itself grants one unit in the last place, and fp32's own rounding is 6e-8.
 LEAST = {"ulp": 1.0, "row": 2.0**-23, "regret": 2.0**-23}
-#: What a declared trait may cost against exact, relative L2. e4m3 has 3 mantissa bits: 2.5 % on a flat softmax of 2,048.
+#: What a declared trait may cost against exact, relative L2. e4m3 has 3 bits: 2.5 % on a flat softmax of 2,048.
 CAP = {"row": 0.08, "ulp": 16.0, "regret": 0.02}
 #: Score distance that a ranking on fewer bits may miss, relative to the row's largest |score|.
 KEY_BITS = {"32": 0.0, "29": 2.0**-28, "16": 3.0 / 65534}

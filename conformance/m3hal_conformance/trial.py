@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -38,6 +38,8 @@ class Trial:
     device: torch.device
     impl: Impl = field(default_factory=lambda: Impl(""))
     seed: int = 0
+    #: binds the same operator at another site, with other constants; what it returns is dropped
+    bind_another: Callable[[], object] = lambda: None
     #: set when an output was right only thanks to a declared freedom
     needed_freedom: bool = False
 
@@ -58,11 +60,13 @@ class Trial:
         return trimmed(self.operator, self.harness.call(self.given(inputs), which), inputs)
 
     def given(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs as this implementation gets them: padded to its buckets; metadata dense unless it takes any view."""
+        """The inputs as this implementation gets them: padded to its buckets; metadata dense unless it takes views."""
         made = padded(self.operator, inputs, self.impl.buckets)
         if self.impl.views == "strided":
             return made
-        return {name: map_tensors(v, Tensor.contiguous) if isinstance(v, ops.SeqMeta) else v for name, v in made.items()}
+        return {
+            name: map_tensors(v, Tensor.contiguous) if isinstance(v, ops.SeqMeta) else v for name, v in made.items()
+        }
 
     @cached_property
     def first(self) -> Outcome:

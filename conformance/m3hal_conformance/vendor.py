@@ -1,11 +1,11 @@
 """What a vendor's own test file needs: the cases, and one function that asks one.
 
-    import pytest
-    from m3hal_conformance.vendor import ask, cases
+import pytest
+from m3hal_conformance.vendor import ask, cases
 
-    @pytest.mark.parametrize("case", cases(operators=["rms_norm"]), ids=str)
-    def test_conformance(case):
-        ask("acme", case)
+@pytest.mark.parametrize("case", cases(operators=["rms_norm"]), ids=str)
+def test_conformance(case):
+    ask("acme", case)
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
-from m3hal.dispatch import register, unregister
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import select
+
+from m3hal.dispatch import register, unregister
 
 HERE = Path(__file__).parent
 
@@ -28,7 +28,9 @@ def bucketed(monkeypatch):
 
 def test_static_shapes_compile_few_graphs(bucketed):
     """Cases are padded to the declared buckets; what fits none, and what is strided, is unsupported with its reason."""
-    results = Runner("bucketed", "cpu").run(select(operators=["sparse_attention"], quick=True) + select(operators=["route_topk"]))
+    results = Runner("bucketed", "cpu").run(
+        select(operators=["sparse_attention"], quick=True) + select(operators=["route_topk"])
+    )
     status = Counter((result.operator, result.status) for result in results)
     assert [r.sentence for r in results if r.status == "fail"] == []
     assert status["sparse_attention", "pass"] >= 10

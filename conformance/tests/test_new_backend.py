@@ -4,10 +4,11 @@ import subprocess
 import sys
 import tomllib
 
-from m3hal.cli import main
-from m3hal.dispatch import register, unregister
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import select
+
+from m3hal.cli import main
+from m3hal.dispatch import register, unregister
 
 
 def test_written_backend_passes_at_once(tmp_path, monkeypatch, capsys):
@@ -26,7 +27,9 @@ def test_written_backend_passes_at_once(tmp_path, monkeypatch, capsys):
     finally:
         unregister("acme")
     assert {result.status for result in results} == {"pass"}
-    assert not any("NAME" in path.read_text() for path in root.rglob("*") if path.suffix in (".py", ".toml", ".md", ".yml"))
+    assert not any(
+        "NAME" in path.read_text() for path in root.rglob("*") if path.suffix in (".py", ".toml", ".md", ".yml")
+    )
 
 
 def test_manifest_imports_no_torch(tmp_path):

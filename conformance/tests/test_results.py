@@ -5,8 +5,6 @@ import json
 import xml.etree.ElementTree as xml
 
 import pytest
-
-from m3hal.cli import main
 from m3hal_conformance import reports
 from m3hal_conformance.claim import compare, digest, make_claim, tiers, verify
 from m3hal_conformance.results import (
@@ -21,6 +19,8 @@ from m3hal_conformance.results import (
 )
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import select
+
+from m3hal.cli import main
 
 TODAY = datetime.date(2026, 12, 1)
 BAD = (CheckResult("rerun", False, None, "noise"),)
@@ -125,7 +125,10 @@ def test_claim_verifies(claim):
         (lambda c: c["counts"].update({"pass": 9}), "do not follow"),
         (lambda c: c["suite"].update(case_set="0" * 16), "stale"),
         (lambda c: c["results"][0].update(failed={"oracle": "far"}), "said to pass"),
-        (lambda c: c["implementations"].update(rms_norm={"0" * 16: c["implementations"]["rms_norm"].popitem()[1]}), "stale"),
+        (
+            lambda c: c["implementations"].update(rms_norm={"0" * 16: c["implementations"]["rms_norm"].popitem()[1]}),
+            "stale",
+        ),
     ],
 )
 def test_edited_claim_is_found(claim, edit, sentence):
@@ -156,7 +159,9 @@ def test_tier_needs_every_case(claim):
 def test_html_page_answers(claim):
     """One page without network: the failing case first, by how much, and how to ask again; under a megabyte."""
     made, results = claim
-    text = reports.page(made, [*results, result("rms_norm/x/float32", "fail", (CheckResult("oracle", False, 7.5, "far <b>"),))])
+    text = reports.page(
+        made, [*results, result("rms_norm/x/float32", "fail", (CheckResult("oracle", False, 7.5, "far <b>"),))]
+    )
     head = text[: text.index("By operator")]
     assert "1 of 5 cases fail" in head
     assert "7.5 times its bound" in head

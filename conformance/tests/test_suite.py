@@ -5,10 +5,8 @@ import sys
 
 import pytest
 import torch
-
-from m3hal import ops
-from m3hal_conformance.bugs import BUGS
 from m3hal_conformance.buckets import sizes
+from m3hal_conformance.bugs import BUGS
 from m3hal_conformance.case import MAX_CONTEXT, MAX_SEQS, MAX_TOKENS, case_set_hash
 from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.claim import TIERS
@@ -19,6 +17,8 @@ from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import all_cases, select
 from m3hal_conformance.tolerance import C, calibration
 from m3hal_conformance.trees import tensors
+
+from m3hal import ops
 
 CASES = all_cases()
 
@@ -63,7 +63,9 @@ def test_real_sizes_are_asked():
         assert found.get("context", 0) <= MAX_CONTEXT
 
 
-@pytest.mark.parametrize("case", select(ids=["sparse_attention/decode", "moe_experts/few_resident"]), ids=lambda c: c.id)
+@pytest.mark.parametrize(
+    "case", select(ids=["sparse_attention/decode", "moe_experts/few_resident"]), ids=lambda c: c.id
+)
 def test_inputs_follow_from_the_id(case):
     """The same id and seed give the same bits; another seed gives other numbers of the same shapes."""
     one, two, other = (dict(tensors(case.inputs(seed))) for seed in (0, 0, 1))
@@ -79,7 +81,9 @@ def test_inputs_follow_from_the_id_in_another_process():
         "print(select(ids=['linear/k_96'])[0].inputs()['x'].double().sum().item())"
     )
     runs = [
-        subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": str(n)}, capture_output=True, text=True, check=True)
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": str(n)}, capture_output=True, text=True, check=True
+        )
         for n in (1, 2)
     ]
     assert runs[0].stdout == runs[1].stdout != ""

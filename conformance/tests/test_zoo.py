@@ -8,9 +8,9 @@ import pytest
 from m3hal_broken_zoo import MUTANTS
 from m3hal_broken_zoo.gaussian import passes
 from m3hal_broken_zoo.matrix import by_name, cases_for, kills, named_cases
+from m3hal_conformance.bugs import BUGS
 
 from m3hal import ops
-from m3hal_conformance.bugs import BUGS
 
 ids = [mutant.backend for mutant in MUTANTS]
 

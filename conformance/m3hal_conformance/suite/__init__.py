@@ -14,10 +14,10 @@ def all_cases() -> tuple[Case, ...]:
     """Every case, in the order of the operators."""
     from m3hal_conformance.suite import (
         attention,
-        kv_cache,
         experts,
         indexer,
         insert,
+        kv_cache,
         norms,
         projections,
         quantised,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from m3hal.layouts import KVLayout, PagedCache
+from m3hal.ops import SeqMeta
 from m3hal_conformance.bounds import bits
 from m3hal_conformance.case import Rng, Site, dtype_of
 from m3hal_conformance.inputs import AttentionInputs, Batch, attention_inputs, batch
@@ -62,6 +64,7 @@ def block_inputs(rng: Rng, site: Site, held: Batch) -> AttentionInputs:
     found = attention_inputs(
         held, site.num_q_heads, site.num_kv_heads, site.head_dim, max(site.block_size, 128), rng.generator
     )
+    found.q[held.meta.positions(held.tokens) < 0] = float("nan")  # what padded rows hold after a padded layer
     if site.dtype != "float32":
         return replace(found, q=found.q.to(dtype_of(site)))
     fine = [[t * (1 + 1e-3 * rng.normal(*t.shape)) for t in part] for part in ([found.q], found.keys, found.values)]
@@ -71,6 +74,32 @@ def block_inputs(rng: Rng, site: Site, held: Batch) -> AttentionInputs:
 def positions_of(held: Batch) -> Tensor:
     """int64 [tokens]: position of each query token, 0 in a padded request."""
     return held.meta.positions(held.tokens).clamp(min=0)
+
+
+def with_strays(inputs: dict[str, Any], count: int = 3) -> dict[str, Any]:
+    """The inputs with ``count`` tokens at the end that belong to no request, as a captured graph's padding does."""
+
+    def grown(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        fill = torch.full(
+            (count, *value.shape[1:]), float("nan") if value.is_floating_point() else 0, dtype=value.dtype
+        )
+        return torch.cat([value, fill])
+
+    return {name: grown(value) for name, value in inputs.items()}
+
+
+def in_huge_cache(cache: PagedCache, meta: SeqMeta, *, beyond: int = 2**31) -> tuple[PagedCache, SeqMeta]:
+    """The same pages at the two ends of a buffer whose last pages start past 31 bits; the middle is never touched."""
+    per_page = cache.buf[0].numel()
+    bad, used = beyond // per_page, len(cache.buf)
+    place = torch.tensor([page if page % 2 else bad - 1 + page for page in range(used)])
+    buf = torch.empty(bad + used, *cache.buf.shape[1:], dtype=cache.buf.dtype)
+    for page in range(used):
+        bits(buf)[place[page]] = bits(cache.buf)[page]
+    table = place[meta.block_table.long()].to(meta.block_table.dtype)
+    return replace(cache, buf=buf), replace(meta, block_table=table)
 
 
 def choose(rng: Rng, held: Batch, site: Site, *, count: int = 0) -> Tensor:
@@ -83,6 +112,7 @@ def choose(rng: Rng, held: Batch, site: Site, *, count: int = 0) -> Tensor:
     for token in range(held.tokens):
         newest = int(position[token]) // site.block_size
         if int(position[token]) < 0:
+            ids[token, :, :2] = torch.tensor([0, 1])  # a padded row may say anything
             continue
         for group in range(site.num_kv_heads):
             others = rng.permutation(newest)[: (count or site.top_k_blocks) - (0 if count else 1)]

@@ -12,7 +12,16 @@ from torch import Tensor
 from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
 from m3hal_conformance.inputs import Batch
 from m3hal_conformance.suite._build import LIGHT, ask, every_other, in_wide_row
-from m3hal_conformance.suite._paged import Lengths, block_inputs, choose, filled, kv_layout, requests
+from m3hal_conformance.suite._paged import (
+    Lengths,
+    block_inputs,
+    choose,
+    filled,
+    in_huge_cache,
+    kv_layout,
+    requests,
+    with_strays,
+)
 
 BOTH = ("hnd", "nhd")
 DECODE: Lengths = [(1, 1), (1, 127), (1, 128), (1, 129), (1, 300), (1, 0), (1, 1500), (0, 50)]
@@ -144,6 +153,15 @@ def _fused_row(ids: Ids | None):  # type: ignore[no-untyped-def]
     return make
 
 
+def _huge(ids: Ids | None):  # type: ignore[no-untyped-def]
+    def make(rng: Rng, site: Site) -> Inputs:
+        inputs = _inputs([(1, 700), (2, 300)], ids)(rng, site)
+        kv, meta = in_huge_cache(inputs["kv"], inputs["meta"])
+        return {**inputs, "kv": kv, "meta": meta}
+
+    return make
+
+
 def _strided_ids(rng: Rng, site: Site) -> Inputs:
     inputs = _inputs(RAGGED, _few)(rng, site)
     return {**inputs, "block_ids": inputs["block_ids"].transpose(0, 1).contiguous().transpose(0, 1)}
@@ -192,18 +210,24 @@ def _sparse() -> list[Case]:
         *q("long", _inputs(long, _every_block), input_class="blocks", also=("stale",), bugs=("F21",), quick=True),
         *q("dense_when_short", _inputs([(4, 2048), (3, 1000), (1, 129)], _every_block), checks=(*LIGHT, "dense"),
            input_class="blocks", bugs=("F12",), quick=True),
-        *q("page_boundaries", _inputs(boundary, _every_block), input_class="blocks", bugs=("F19",), also=("stale",), quick=True),
-        *q("chunks", _inputs([(24, 600), (9, 140)], _few), also=("chunked",), input_class="blocks", bugs=("F22",), quick=True),
+        *q("page_boundaries", _inputs(boundary, _every_block), input_class="blocks", bugs=("F19",), also=("stale",),
+           quick=True),
+        *q("chunks", _inputs([(24, 600), (9, 140)], _few), also=("chunked",), input_class="blocks", bugs=("F22",),
+           quick=True),
         *q("newest_only", _inputs(RAGGED, _newest_only), input_class="blocks", bugs=("F13",), quick=True),
         *q("empty_rows", _inputs(RAGGED, _nothing), input_class="blocks", bugs=("F14", "F13"), quick=True),
         *q("few_of_many", _inputs(long, _few), input_class="blocks", bugs=("F13",), quick=True),
-        *q("ids_past_the_end", _inputs([(1, 2600), *RAGGED], _with_future), input_class="blocks", bugs=("F13",), quick=True, also=("stale",)),
-        *q("groups_apart", _edited(RAGGED, _few, _groups_apart), tensor_parallel=1, input_class="flat", bugs=("F67",), quick=True),
+        *q("ids_past_the_end", _inputs([(1, 2600), *RAGGED], _with_future), input_class="blocks", bugs=("F13",),
+           quick=True, also=("stale",)),
+        *q("groups_apart", _edited(RAGGED, _few, _groups_apart), tensor_parallel=1, input_class="flat", bugs=("F67",),
+           quick=True),
         *q("flat", _edited([(2, 1000), (1, 300)], _every_block, _flat), input_class="flat", quick=True),
         *q("needle", _edited([(2, 1000), (1, 300)], _every_block, _needle), input_class="needle", quick=True),
-        *q("ends", _edited([(1, 385), (2, 300)], _every_block, _equal_in_reach), input_class="flat", quick=True, bugs=("F19",)),
+        *q("ends", _edited([(1, 385), (2, 300)], _every_block, _equal_in_reach), input_class="flat", quick=True,
+           bugs=("F19",)),
         *q("large_logits", _edited(RAGGED, _few, _large_logits), input_class="large", quick=True),
-        *q("visible_nan", _edited([(2, 300), (3, 200)], _every_block, _visible_nan), input_class="blocks", quick=True, bugs=("F28",)),
+        *q("visible_nan", _edited([(2, 300), (3, 200)], _every_block, _visible_nan), input_class="blocks", quick=True,
+           bugs=("F28",)),
         *q("q_len_16", _inputs([(16, 400), (16, 16)], _few), input_class="blocks"),
         *q("tokens_equal_heads", _inputs([(2, 300)], _few), input_class="blocks"),
         *q("shared_pages", _shared_pages(_few), input_class="blocks", bugs=("F21",)),
@@ -217,7 +241,12 @@ def _sparse() -> list[Case]:
         *q("page_64", _inputs([(2, 300), (1, 129)], _few), page_size=64, input_class="blocks", bugs=("F25",)),
         *q("page_256", _inputs([(2, 300), (1, 129)], _few), page_size=256, input_class="blocks", bugs=("F25",)),
         *q("batch_64", _inputs([(1, 60 + 9 * n) for n in range(64)], _few), checks=LIGHT, input_class="blocks"),
-        *q("padded_only", _inputs([(1, 0), (2, 0)], _few, max_k=128), input_class="blocks", bugs=("F14", "F30"), quick=True),
+        *q("stray_tokens", lambda r, s: with_strays(_inputs(RAGGED, _few)(r, s)), input_class="blocks", bugs=("F14",),
+           quick=True),
+        *q("beyond_31_bits", _huge(_few), checks=("huge_pages_read",), dtypes=("bfloat16",), lazy=("kv",),
+           input_class="blocks", bugs=("F63",)),
+        *q("padded_only", _inputs([(1, 0), (2, 0)], _few, max_k=128), input_class="blocks", bugs=("F14", "F30"),
+           quick=True),
         *q("no_token", _inputs([(0, 128)], _few), bugs=("F30",), quick=True, input_class="blocks"),
     ]  # fmt: skip
 
@@ -241,25 +270,35 @@ def _paged() -> list[Case]:
         *q("tp8", _inputs(RAGGED, None), tensor_parallel=8, input_class="blocks", bugs=("F67",)),
         *q("prefix_hit", _inputs([(24, 384), (1, 384), (128, 384)], None), also=("chunked",), input_class="blocks",
            bugs=("F22",), quick=True),
-        *q("prompt_384", _inputs([(384, 384)], None), checks=LIGHT, input_class="blocks", bugs=("F22",), tensor_parallel=4),
+        *q("prompt_384", _inputs([(384, 384)], None), checks=LIGHT, input_class="blocks", bugs=("F22",),
+           tensor_parallel=4),
         *q("context_4k", _inputs([(1, 4096), (2, 3000)], None), checks=LIGHT, input_class="blocks"),
-        *q("draft_block", _inputs(drafts, None), kind="drafter", input_class="blocks", quick=True, also=RELATIONS, bugs=("F27",)),
+        *q("draft_block", _inputs(drafts, None), kind="drafter", input_class="blocks", quick=True, also=RELATIONS,
+           bugs=("F27",)),
         *q("draft_long", _inputs([(8, 4096), (8, 900)], None), kind="drafter", input_class="blocks"),
-        *q("causal_window_100", _inputs([(5, 300), (1, 101), (1, 100), (3, 3)], None), window_left=100, input_class="blocks", quick=True),
+        *q("causal_window_100", _inputs([(5, 300), (1, 101), (1, 100), (3, 3)], None), window_left=100,
+           input_class="blocks", quick=True),
         *q("window_0", _inputs([(5, 300), (3, 3)], None), window_left=0, input_class="blocks"),
-        *q("groups_apart", _edited(RAGGED, None, _groups_apart), tensor_parallel=1, input_class="flat", bugs=("F67",), quick=True),
+        *q("groups_apart", _edited(RAGGED, None, _groups_apart), tensor_parallel=1, input_class="flat", bugs=("F67",),
+           quick=True),
         *q("flat", _edited([(2, 1000), (1, 300)], None, _flat), input_class="flat", quick=True),
         *q("needle", _edited([(2, 1000), (1, 300)], None, _needle), input_class="needle", quick=True),
         *q("ends", _edited([(1, 385), (2, 300)], None, _equal_in_reach), input_class="flat", quick=True, bugs=("F19",)),
         *q("large_logits", _edited(RAGGED, None, _large_logits), input_class="large", quick=True),
-        *q("visible_nan", _edited([(2, 300), (3, 200)], None, _visible_nan), input_class="blocks", quick=True, bugs=("F28",)),
+        *q("visible_nan", _edited([(2, 300), (3, 200)], None, _visible_nan), input_class="blocks", quick=True,
+           bugs=("F28",)),
         *q("shared_pages", _shared_pages(None), input_class="blocks", bugs=("F21",)),
         *q("fused_row", _fused_row(None), input_class="blocks", bugs=("F65",), quick=True),
         *q("spread_table", _spread_table(None), input_class="blocks", bugs=("F64",)),
         *q("without_lse", _inputs(RAGGED, None), return_lse=False, input_class="blocks"),
         *q("other_scale", _inputs(RAGGED, None), scale=0.05, input_class="blocks", bugs=("F04",)),
         *q("page_64", _inputs([(2, 300), (1, 129)], None), page_size=64, input_class="blocks", bugs=("F25",)),
-        *q("padded_only", _inputs([(1, 0), (2, 0)], None, max_k=128), input_class="blocks", bugs=("F14", "F30"), quick=True),
+        *q("stray_tokens", lambda r, s: with_strays(_inputs(RAGGED, None)(r, s)), input_class="blocks", bugs=("F14",),
+           quick=True),
+        *q("beyond_31_bits", _huge(None), checks=("huge_pages_read",), dtypes=("bfloat16",), lazy=("kv",),
+           input_class="blocks", bugs=("F63",)),
+        *q("padded_only", _inputs([(1, 0), (2, 0)], None, max_k=128), input_class="blocks", bugs=("F14", "F30"),
+           quick=True),
         *q("no_token", _inputs([(0, 128)], None), bugs=("F30",), quick=True, input_class="blocks"),
     ]  # fmt: skip
 

@@ -91,15 +91,18 @@ def _route() -> list[Case]:
         *q("saturated", _rows(_saturated), quick=True),
         *q("vanishing", _rows(_vanishing), bugs=("F28",), quick=True),
         *q("broken_rows", _broken_rows, bugs=("F28",), also=("row_alone", "permuted_rows"), quick=True),
-        *q("all_negative", _rows(lambda r: (-8 + r.normal(9, 128), -0.5 + 0.1 * r.normal(128))), bugs=("F17",), quick=True),
+        *q("all_negative", _rows(lambda r: (-8 + r.normal(9, 128), -0.5 + 0.1 * r.normal(128))), bugs=("F17",),
+           quick=True),
         *q("scale_1", _logits(9), routed_scale=1.0, bugs=("F36",)),
         *q("scale_2_sums_to_2", _logits(9), golden=None, bugs=("F36",)),
         *q("not_renormalized", _logits(9), renormalize=False, routed_scale=1.5, bugs=("F33",), quick=True),
         *q("top_1", _logits(9), top_k_experts=1, routed_scale=1.5, bugs=("F33",)),
         *q("tokens_equal_experts", _logits(128)),
         *q("four_experts", _logits(5, experts=4), num_experts=4),
-        *q("fused_row", lambda r, s: {**_logits(9)(r, s), "logits": in_wide_row(_logits(9)(r, s)["logits"])}, bugs=("F65",), quick=True),
-        *q("every_other_row", lambda r, s: {**_logits(9)(r, s), "logits": every_other(_logits(9)(r, s)["logits"], 0)}, bugs=("F65",)),
+        *q("fused_row", lambda r, s: {**_logits(9)(r, s), "logits": in_wide_row(_logits(9)(r, s)["logits"])},
+           bugs=("F65",), quick=True),
+        *q("every_other_row", lambda r, s: {**_logits(9)(r, s), "logits": every_other(_logits(9)(r, s)["logits"], 0)},
+           bugs=("F65",)),
         *q("one_token", _logits(1), bugs=("F32",), quick=True),
         *q("no_token", _logits(0), bugs=("F30",), quick=True),
     ]  # fmt: skip
@@ -110,7 +113,9 @@ def _large(dtype: torch.dtype, experts: int, hidden: int, inner: int) -> ExpertW
     """Weights of the real size, drawn once per process; cases read them and never write."""
     generator = torch.Generator().manual_seed(7)
     w13 = torch.empty(experts, 2 * inner, hidden, dtype=dtype).normal_(generator=generator).mul_(hidden**-0.5)
-    return ExpertWeights(w13, torch.empty(experts, hidden, inner, dtype=dtype).normal_(generator=generator).mul_(inner**-0.5))
+    return ExpertWeights(
+        w13, torch.empty(experts, hidden, inner, dtype=dtype).normal_(generator=generator).mul_(inner**-0.5)
+    )
 
 
 def _weights(rng: Rng, site: Site, hidden: int, inner: int, experts: int = EXPERTS) -> ExpertWeights:
@@ -255,18 +260,21 @@ def _moe() -> list[Case]:
         *q("real_decode", _moe_inputs(1, _spread, H, 384, real=True), input_class="real", **real),
         *q("hot_expert", _moe_inputs(17, _hot), also=("permuted_rows", "permuted_experts", "packed_once"), quick=True,
            bugs=("F31", "F05")),
-        *q("few_resident", _moe_inputs(33, _spread), also=("expert_slices", "row_alone"), bugs=("F29", "F31", "F43"), quick=True),
+        *q("few_resident", _moe_inputs(33, _spread), also=("expert_slices", "row_alone"), bugs=("F29", "F31", "F43"),
+           quick=True),
         *q("all_on_one", _moe_inputs(64, _all_on_one), bugs=("F31",), quick=True),
         *q("all_on_one_512", _moe_inputs(512, _all_on_one), checks=LIGHT, bugs=("F31",)),
         *q("unused_are_nan", _unused_are_nan, bugs=("F29",), quick=True),
         *q("nowhere", _moe_inputs(5, _nowhere), bugs=("F29", "F31"), quick=True),
         *q("twice_the_same", _moe_inputs(9, _twice), quick=True),
         *q("identity", _identity, bugs=("F36", "F37", "F42"), hidden_size=128, intermediate_size=128, quick=True),
-        *q("clamped", _clamped, bugs=("F01", "F03"), hidden_size=64, intermediate_size=64, quick=True, input_class="clamped"),
+        *q("clamped", _clamped, bugs=("F01", "F03"), hidden_size=64, intermediate_size=64, quick=True,
+           input_class="clamped"),
         *q("published_halves", _published_halves, bugs=("F05",), golden=_published_halves_out, hidden_size=1,
            intermediate_size=2, top_k_experts=2, quick=True),
         *q("other_constants", _moe_inputs(9, _hot), alpha=0.5, beta=0.0, limit=1.0, bugs=("F04", "F02"), quick=True),
-        *q("every_chunk", _spiked, hidden_size=512, intermediate_size=64, input_class="spiked", quick=True, bugs=("F59",)),
+        *q("every_chunk", _spiked, hidden_size=512, intermediate_size=64, input_class="spiked", quick=True,
+           bugs=("F59",)),
         *q("inner_416", _moe_inputs(7, _hot, 256, 416), intermediate_size=416, bugs=("F59",)),
         *q("inner_32", _moe_inputs(7, _hot, 96, 32), hidden_size=96, intermediate_size=32, bugs=("F59",)),
         *q("bad_token", _bad_token, bugs=("F28", "F32"), quick=True, also=("permuted_rows",)),

@@ -11,7 +11,7 @@ from torch import Tensor
 from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
 from m3hal_conformance.inputs import index_inputs
 from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
-from m3hal_conformance.suite._paged import Lengths, filled, index_layout, requests
+from m3hal_conformance.suite._paged import Lengths, filled, in_huge_cache, index_layout, requests, with_strays
 
 BOTH = ("hnd", "nhd")
 #: decode and chunked prefill, around page boundaries; one padded request, one without queries
@@ -29,6 +29,7 @@ def _needles(lengths: Lengths, *, outer: int = 1, max_k: int = 0):  # type: igno
         if site.dtype == "float32":
             index_q = index_q * (1 + 1e-3 * rng.normal(*index_q.shape))
             keys = [k * (1 + 1e-3 * rng.normal(*k.shape)) for k in keys]
+        index_q[held.meta.positions(held.tokens) < 0] = float("nan")
         cache = filled(held, index_layout(site, kind), keys, None, rng, outer)
         return {"index_q": index_q.to(dtype_of(site)), "index_cache": cache, "meta": held.meta}
 
@@ -147,10 +148,13 @@ def _scores() -> list[Case]:
                bugs=("F20", "F21", "F12")),
         *_both(op, "block_outer", _needles(MIXED[:5], outer=2), input_class="needles", bugs=("F64",), quick=True),
         *q("page_boundaries", _needles(last_block), input_class="needles", bugs=("F12", "F19"), quick=True),
-        *q("chunks", _needles([(24, 700), (9, 140)]), also=("chunked",), input_class="needles", bugs=("F23", "F22"), quick=True),
-        *q("chunk_inside_block", _needles([(100, 200)]), checks=(*LIGHT, "chunked"), input_class="needles", bugs=("F22",)),
+        *q("chunks", _needles([(24, 700), (9, 140)]), also=("chunked",), input_class="needles", bugs=("F23", "F22"),
+           quick=True),
+        *q("chunk_inside_block", _needles([(100, 200)]), checks=(*LIGHT, "chunked"), input_class="needles",
+           bugs=("F22",)),
         *q("context_4k", _needles([(1, 4096), (2, 4000)]), checks=LIGHT, input_class="needles", bugs=("F15",)),
-        *q("all_negative", _with([(1, 2500), (2, 700)], _all_negative), bugs=("F17",), input_class="positive", quick=True,
+        *q("all_negative", _with([(1, 2500), (2, 700)], _all_negative), bugs=("F17",), input_class="positive",
+           quick=True,
            also=("stale",)),
         *q("ramp", _with([(3, 2053), (1, 2176), (2, 129)], _ramp, max_k=2304), bugs=("F20", "F23"), input_class="ramp",
            golden=_ramp_scores, also=("stale",), quick=True),
@@ -159,8 +163,10 @@ def _scores() -> list[Case]:
         *q("visible_nan", _with([(2, 700), (1, 100)], _visible_nan), input_class="needles", quick=True),
         *q("heads_differ", _with([(4, 1024)], _heads_differ), input_class="ramp", bugs=("F16",), quick=True),
         *q("tokens_equal_heads", _needles([(4, 520)]), input_class="needles", quick=True),
-        *q("wide_bound", _needles([(1, 200), (1, 129)], max_k=2048), input_class="needles", also=("stale",), bugs=("F18",)),
-        *q("bound_too_small", _needles([(1, 2048)]), checks=("host_bound",), input_class="needles", bugs=("F18",), quick=True),
+        *q("wide_bound", _needles([(1, 200), (1, 129)], max_k=2048), input_class="needles", also=("stale",),
+           bugs=("F18",)),
+        *q("bound_too_small", _needles([(1, 2048)]), checks=("host_bound",), input_class="needles", bugs=("F18",),
+           quick=True),
         *q("shared_pages", _shared_pages, input_class="needles", bugs=("F21",)),
         *q("tp4", _needles(MIXED[2:6]), tensor_parallel=4, input_class="needles", bugs=("F67",)),
         *q("dim_64", _needles([(2, 300)]), index_dim=64, input_class="needles", bugs=("F69",)),
@@ -168,9 +174,19 @@ def _scores() -> list[Case]:
         *q("page_256", _needles([(2, 300), (1, 129)]), page_size=256, input_class="needles", bugs=("F25",)),
         *q("fused_row", _fused_row, input_class="needles", bugs=("F65",), quick=True),
         *q("batch_64", _needles([(1, 100 + 7 * n) for n in range(64)]), checks=LIGHT, input_class="needles"),
+        *q("stray_tokens", lambda r, s: with_strays(_needles([(2, 300), (1, 129)])(r, s)), input_class="needles",
+           bugs=("F14",), quick=True),
+        *q("beyond_31_bits", _huge, checks=("huge_pages_read",), dtypes=("bfloat16",), lazy=("index_cache",),
+           input_class="needles", bugs=("F63",)),
         *q("padded_only", _needles([(1, 0), (2, 0)], max_k=256), bugs=("F14", "F30"), quick=True),
         *q("no_token", _needles([(0, 128)]), bugs=("F30",), quick=True),
     ]  # fmt: skip
+
+
+def _huge(rng: Rng, site: Site) -> Inputs:
+    inputs = _needles([(1, 700), (2, 300)])(rng, site)
+    cache, meta = in_huge_cache(inputs["index_cache"], inputs["meta"])
+    return {**inputs, "index_cache": cache, "meta": meta}
 
 
 def _equal_keys(rng: Rng, q: Tensor, keys: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -191,20 +207,23 @@ def _select() -> list[Case]:
            input_class="needles", bugs=("F12",), also=("stale",), quick=True),
         *q("chunks", _needles([(20, 2600)]), also=("chunked",), input_class="needles", bugs=("F23",), quick=True),
         *q("all_equal", _with([(1, 64 * 64)], _equal_keys), bugs=("F16",), input_class="ramp", quick=True),
-        *q("all_negative", _with([(1, 2560), (1, 2600)], _all_negative), bugs=("F17",), input_class="positive", quick=True),
+        *q("all_negative", _with([(1, 2560), (1, 2600)], _all_negative), bugs=("F17",), input_class="positive",
+           quick=True),
         *q("heads_differ", _with([(4, 4096)], _heads_differ), input_class="ramp", quick=True),
         *q("ramp", _with([(2, 2181)], _ramp), input_class="ramp", also=("stale",), bugs=("F20",), quick=True),
         *q("tokens_equal_heads", _needles([(4, 3000)]), input_class="needles", quick=True),
-        *q("nothing_forced", _needles([(3, 4000), (1, 2181), (2, 3500)]), local_blocks=0, input_class="needles", also=("stale",),
+        *q("nothing_forced", _needles([(3, 4000), (1, 2181), (2, 3500)]), local_blocks=0, input_class="needles",
+           also=("stale",),
            bugs=("F20",), quick=True),
         *q("init_1_local_2", _needles([(2, 3000), (1, 200)]), init_blocks=1, local_blocks=2, input_class="needles"),
         *q("shared_pages", _shared_pages, input_class="needles", bugs=("F21",)),
+        *q("stray_tokens", lambda r, s: with_strays(_needles([(2, 2500), (1, 129)])(r, s)), input_class="needles",
+           bugs=("F14",), quick=True),
         *q("page_64", _needles([(2, 2500)]), page_size=64, input_class="needles", bugs=("F25",)),
         *q("tp4", _needles(long[:3]), tensor_parallel=4, input_class="needles", bugs=("F67",)),
         *q("padded_only", _needles([(1, 0), (1, 0)], max_k=256), bugs=("F14", "F30"), quick=True),
         *q("no_token", _needles([(0, 128)]), bugs=("F30",), quick=True),
     ]  # fmt: skip
-
 
 
 CASES = [*_scores(), *_select()]

@@ -70,7 +70,7 @@ def _tail_of_heads(rng: Rng, site: Site) -> Inputs:
     """The energy of each head lies in its last 16 dimensions, which do not rotate but count in its norm."""
     inputs = _inputs(SLOTS, POSITIONS)(rng, site)
     x = inputs["qkv"].unflatten(1, (-1, site.head_dim))
-    x[..., : -16] *= 0.05
+    x[..., :-16] *= 0.05
     return inputs
 
 
@@ -115,7 +115,8 @@ def _insert() -> list[Case]:
         *q("own_index_slots", _inputs(SLOTS, POSITIONS, index_slots=other), bugs=("F24",), quick=True),
         *q("tokens_64", _many(64), bugs=("F68",), checks=LIGHT, quick=True),
         *q("tokens_513", _many(513), bugs=("F68",), checks=LIGHT),
-        *q("tokens_equal_heads", _inputs([5, 6, -1, 200, 7, 300, 9, 11, 12, 13, 14, 15, 16, 17, 18, 19], list(range(16)))),
+        *q("tokens_equal_heads", _inputs([5, 6, -1, 200, 7, 300, 9, 11, 12, 13, 14, 15, 16, 17, 18, 19],
+           list(range(16)))),
         *q("scaled_heads", _scaled_heads, bugs=("F75",), quick=True),
         *q("tail_of_heads", _tail_of_heads, quick=True, input_class="spiked"),
         *q("bad_token", _bad_token, bugs=("F28",), quick=True),

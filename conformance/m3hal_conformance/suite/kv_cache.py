@@ -71,7 +71,9 @@ def _strided_view(rng: Rng, site: Site, kind: str) -> Inputs:
     return {**inputs, "cache": _numbered(replace(inputs["cache"], buf=wide[..., 8 : 8 + layout.width]))}
 
 
-def _both(op: str, name: str, make: Any, *, kind: str = "sparse_attention", layouts: Any = BOTH, **options: Any) -> list[Case]:
+def _both(
+    op: str, name: str, make: Any, *, kind: str = "sparse_attention", layouts: Any = BOTH, **options: Any
+) -> list[Case]:
     """The same question in both page maps: ``make`` also takes the layout's kind."""
     cases: list[Case] = []
     options = {"tensor_parallel": 2, **options}
@@ -166,7 +168,8 @@ def _kv_copy() -> list[Case]:
         *_both(op, "into_block_outer", _copy(some, outer=2), quick=True, bugs=("F64",)),
         *_both(op, "no_pair", _copy([]), bugs=("F30",), quick=True),
         *_both(op, "one_pair", _copy([(5, 2)])),
-        *_both(op, "strided_pairs", lambda r, s, k: {**_copy(some)(r, s, k), "pairs": every_other(_copy(some)(r, s, k)["pairs"], 0)}),
+        *_both(op, "strided_pairs", lambda r, s, k: {**_copy(some)(r, s, k), "pairs": every_other(_copy(some)(r, s,
+           k)["pairs"], 0)}),
     ]  # fmt: skip
 
 

@@ -70,7 +70,9 @@ def _rms_norm() -> list[Case]:
         return ask(op, name, make, kind=options.pop("kind", "sparse_attention"), **options)
 
     return [
-        *q("tokens_7", lambda r, s: _x(r, s, 7), quick=True, also=("permuted_rows",), bugs=("F73", "F34", "F84", "F85")),
+        *q(
+            "tokens_7", lambda r, s: _x(r, s, 7), quick=True, also=("permuted_rows",), bugs=("F73", "F34", "F84", "F85")
+        ),
         *q("tokens_513", lambda r, s: _x(r, s, 513), checks=LIGHT),
         *q("one_token", lambda r, s: _x(r, s, 1), quick=True, bugs=("F32",)),
         *q("no_token", lambda r, s: _x(r, s, 0), bugs=("F30",), quick=True),

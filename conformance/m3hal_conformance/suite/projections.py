@@ -27,7 +27,10 @@ def _spiked(rng: Rng, site: Site) -> Inputs:
 
 def _positive(rng: Rng, site: Site) -> Inputs:
     """A sum that only grows: a narrow accumulator stands still long before its end."""
-    return {"x": rng.uniform(0.5, 1.5, 16, H).to(dtype_of(site)), "weight": rng.uniform(0.5, 1.5, 64, H).to(dtype_of(site))}
+    return {
+        "x": rng.uniform(0.5, 1.5, 16, H).to(dtype_of(site)),
+        "weight": rng.uniform(0.5, 1.5, 64, H).to(dtype_of(site)),
+    }
 
 
 def _selecting(rng: Rng, site: Site) -> Inputs:
@@ -63,13 +66,15 @@ def _linear() -> list[Case]:
         *q("o_proj_tp4", _product(65, 2048, H), checks=LIGHT),
         *q("one_token", _product(1, H, 640), bugs=("F32",), quick=True),
         *q("no_token", _product(0, H, 128), bugs=("F30",), quick=True),
-        *q("rows_alone", _product(130, 384, 256), checks=("oracle", "row_alone", "permuted_rows"), bugs=("F32",), quick=True),
+        *q("rows_alone", _product(130, 384, 256), checks=("oracle", "row_alone", "permuted_rows"), bugs=("F32",),
+           quick=True),
         *[c for k in (32, 96, 384, 416) for c in q(f"k_{k}", _product(17, k, 136), bugs=("F59",), quick=k == 416)],
         *q("every_chunk", _spiked, quick=True, input_class="spiked"),
         *q("growing_sum", _positive, quick=True, input_class="positive"),
         *q("selecting", _selecting, quick=True, input_class="selecting"),
         *q("strided", _strided, bugs=("F65",), quick=True),
         *q("transposed", _transposed, bugs=("F65",)),
+        *q("tokens_513", _product(513, 512, 136), checks=LIGHT),
         *q("square", _product(64, 64, 64), quick=True),
         *q("one_bad_row", _one_bad_row, bugs=("F28",), quick=True),
     ]  # fmt: skip
@@ -89,7 +94,9 @@ def _quantize() -> list[Case]:
     cases = []
     for to in ("float32", "bfloat16"):
         cases += q(f"to_{to}", lambda r, s: {"x": _numbers(r)}, activation_format=to, quick=True, bugs=("F56", "F84"))
-        cases += q(f"to_{to}_strided", lambda r, s: {"x": column_major(_numbers(r))}, activation_format=to, bugs=("F65",))
+        cases += q(
+            f"to_{to}_strided", lambda r, s: {"x": column_major(_numbers(r))}, activation_format=to, bugs=("F65",)
+        )
         cases += q(f"to_{to}_no_token", lambda r, s: {"x": _numbers(r)[:0]}, activation_format=to, bugs=("F30",))
         cases += q(f"to_{to}_hidden", lambda r, s: {"x": r.normal(7, H)}, activation_format=to, also=("permuted_rows",))
     return cases
@@ -110,7 +117,9 @@ def _dequantize() -> list[Case]:
             ("_no_token", stored(format, slice(0, 0))),
             ("_strided", stored(format, strided=True)),
         ):
-            cases += ask("dequantize", f"from_{format}{name}", make, kind="dense_mlp", quick=not name, bugs=("F56", "F30"))
+            cases += ask(
+                "dequantize", f"from_{format}{name}", make, kind="dense_mlp", quick=not name, bugs=("F56", "F30")
+            )
     return cases
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from m3hal import ops
@@ -48,8 +49,8 @@ def sparse_attention(site: Site) -> Any:
     right = bind_definition(ops.load("sparse_attention"), site)
 
     def run(q: Any, kv: Any, ids: Any, meta: Any, out: Any = None) -> Any:
-        assert q.is_contiguous() and kv.buf.is_contiguous() and ids.is_contiguous()
-        assert len(q) in TOKENS and len(meta.seq_lens) in REQUESTS and len(kv.buf) in PAGES and meta.max_k in CONTEXT
+        assert all(tensor.is_contiguous() for tensor in (q, kv.buf, ids))
+        assert (len(q), len(meta.seq_lens), len(kv.buf), meta.max_k) in product(TOKENS, REQUESTS, PAGES, CONTEXT)
         COMPILED.add(("sparse_attention", q.shape, kv.buf.shape, meta.seq_lens.shape, meta.block_table.shape))
         return right(q, kv, ids, meta, out=out)
 
@@ -60,7 +61,8 @@ def route_topk(site: Site) -> Any:
     right = bind_definition(ops.load("route_topk"), site)
 
     def run(logits: Any, bias: Any, out: Any = None) -> Any:
-        assert logits.is_contiguous() and len(logits) in TOKENS
+        assert logits.is_contiguous()
+        assert len(logits) in TOKENS
         COMPILED.add(("route_topk", logits.shape))
         return right(logits, bias, out=out)
 

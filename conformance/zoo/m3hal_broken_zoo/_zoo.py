@@ -50,7 +50,9 @@ class Mutant:
 MUTANTS: list[Mutant] = []
 
 
-def mutant(operator: str, killed_by: str, bug: str = "", *, raw: bool = False) -> Callable[[Callable[..., Any]], Factory]:
+def mutant(
+    operator: str, killed_by: str, bug: str = "", *, raw: bool = False
+) -> Callable[[Callable[..., Any]], Factory]:
     """Registers ``function(site, right)``, which returns the wrong callable; ``right`` is the definition at the site.
 
     raw: the callable handles ``out=`` itself, or is a Kernel.

@@ -306,6 +306,44 @@ def sparse_attention_wraps_ids(site, right):
     return run
 
 
+def wrapped(cache, meta):
+    """The block table as 32-bit offsets reach it: page * stride, cut to a signed int32."""
+    stride = cache.buf.stride(0)
+    page = (meta.block_table.long() * stride).to(torch.int32).long() // stride
+    return replace(meta, block_table=(page % len(cache.buf)).int())
+
+
+@mutant("sparse_attention", "beyond_31_bits:huge_pages_read", "F63")
+def sparse_attention_int32_offsets(site, right):
+    """page * stride is computed in 32 bits."""
+    return lambda q, kv, ids, meta: right(q, kv, ids, wrapped(kv, meta))
+
+
+@mutant("paged_attention", "beyond_31_bits:huge_pages_read", "F63")
+def paged_attention_int32_offsets(site, right):
+    """page * stride is computed in 32 bits."""
+    return lambda q, kv, meta: right(q, kv, wrapped(kv, meta))
+
+
+@mutant("block_scores", "beyond_31_bits:huge_pages_read", "F63")
+def block_scores_int32_offsets(site, right):
+    """page * stride is computed in 32 bits."""
+    return lambda q, cache, meta: right(q, cache, wrapped(cache, meta))
+
+
+@mutant("sparse_attention", "stray_tokens:oracle", "F14")
+def sparse_attention_strays_unmasked(site, right):
+    """Tokens of no request are zero times their query."""
+
+    def run(q, kv, ids, meta):
+        result = right(q, kv, ids, meta)
+        out = result[0] if isinstance(result, tuple) else result
+        out = out + torch.where((meta.positions(len(q)) < 0)[:, None, None], q * 0, torch.zeros_like(q))
+        return (out, result[1]) if isinstance(result, tuple) else out
+
+    return run
+
+
 @mutant("sparse_attention", "shared_pages:oracle", "F21")
 def sparse_attention_one_owner_per_page(site, right):
     """A page belongs to the first request that has it; others read zeros."""
@@ -341,7 +379,9 @@ def paged_attention_zero_times_nan(site, right):
 @mutant("paged_attention", "causal_window_100:oracle")
 def paged_attention_window_off_by_one(site, right):
     """The window holds one key less."""
-    return paged(Faults(seen=lambda s, i, k, p: visible(replace(s, window_left=max(s.window_left - 1, -1)), i, k, p)))(site, right)
+    return paged(Faults(seen=lambda s, i, k, p: visible(replace(s, window_left=max(s.window_left - 1, -1)), i, k, p)))(
+        site, right
+    )
 
 
 @mutant("paged_attention", "draft_block:oracle", "F27")
@@ -411,7 +451,9 @@ def paged_attention_batch_of_one(site, right):
     def run(q, kv, meta):
         if len(meta.seq_lens) > 1:
             return right(q, kv, meta)
-        return attend(site, q, kv, None, meta, Faults(seen=lambda s, i, k, p: visible(s, i, k, p) & ((k > 0) | (p == 0))))
+        return attend(
+            site, q, kv, None, meta, Faults(seen=lambda s, i, k, p: visible(s, i, k, p) & ((k > 0) | (p == 0)))
+        )
 
     return run
 

@@ -65,7 +65,12 @@ def route_topk_nan_first(site, right):
     """NaN sorts first, as torch.topk has it."""
 
     def run(logits, bias):
-        return routed(site, logits, bias, order=lambda r: torch.sort(r.nan_to_num(nan=1e9), dim=-1, descending=True, stable=True).indices)
+        return routed(
+            site,
+            logits,
+            bias,
+            order=lambda r: torch.sort(r.nan_to_num(nan=1e9), dim=-1, descending=True, stable=True).indices,
+        )
 
     return run
 
@@ -253,7 +258,9 @@ def moe_experts_renormalizes(site, right):
 @mutant("moe_experts", "unequal_experts:oracle")
 def moe_experts_weights_before_down(site, right):
     """Each token's weights are sorted with its experts, but only the experts come back in order."""
-    return lambda x, weights, ids, experts: right(x, weights.gather(-1, ids.argsort(-1)), ids.gather(-1, ids.argsort(-1)).flip(-1), experts)
+    return lambda x, weights, ids, experts: right(
+        x, weights.gather(-1, ids.argsort(-1)), ids.gather(-1, ids.argsort(-1)).flip(-1), experts
+    )
 
 
 @mutant("moe_experts", "twice_the_same:oracle")
@@ -402,7 +409,9 @@ def qk_norm_rope_insert_negative_slot(site, right):
 
     def run(qkv, norms, positions, cos_sin, kv, index_cache, slots, index_slots):
         total = len(kv.buf) * kv.layout.page_size
-        return right(qkv, norms, positions, cos_sin, kv, index_cache, torch.where(slots < 0, slots + total, slots), index_slots)
+        return right(
+            qkv, norms, positions, cos_sin, kv, index_cache, torch.where(slots < 0, slots + total, slots), index_slots
+        )
 
     return run
 

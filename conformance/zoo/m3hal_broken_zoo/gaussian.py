@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from m3hal_conformance.case import make_site
+from m3hal_conformance.harness import cloned, named
 
 from m3hal import ops
 from m3hal.dispatch.manifest import Kernel
@@ -18,8 +20,6 @@ from m3hal.ops import ExpertWeights, QKNorms, SeqMeta
 from m3hal.ops.rope_partial import rope_table
 from m3hal.shape import Site
 from m3hal_broken_zoo import Mutant
-from m3hal_conformance.case import make_site
-from m3hal_conformance.harness import cloned, named
 
 T, PAGES, P = 64, 17, 128
 
@@ -35,7 +35,9 @@ def passes(mutant: Mutant) -> bool:
     given, right = cloned(inputs), cloned(inputs)
     try:
         arguments = [
-            made.prepare_weights(v) if isinstance(made, Kernel) and made.prepare_weights and isinstance(v, ExpertWeights) else v
+            made.prepare_weights(v)
+            if isinstance(made, Kernel) and made.prepare_weights and isinstance(v, ExpertWeights)
+            else v
             for v in given.values()
         ]
         actual = named(operator, run(*arguments), {n: given[n] for n in operator.mutates if given[n] is not None})
@@ -99,15 +101,21 @@ _INPUTS: dict[str, Callable[[Site], dict[str, Any]]] = {
     "dequantize": lambda s: {"q": QTensor(_n(T, 256), QSpec("float32"))},
     "rope_partial": lambda s: {"x": _n(T, 16, 128), "positions": torch.arange(T), "cos_sin": rope_table(4096, 64, 5e6)},
     "swiglu_oai": lambda s: {"gate_up": _n(T, 768)},
-    "kv_write": lambda s: {"cache": _cache(4, 128, True), "k": _n(T, 4, 128), "v": _n(T, 4, 128), "slots": 5 + 3 * torch.arange(T)},
+    "kv_write": lambda s: {"cache": _cache(4, 128, True), "k": _n(T, 4, 128), "v": _n(T, 4,
+    128), "slots": 5 + 3 * torch.arange(T)},
     "kv_read": lambda s: {"cache": _cache(4, 128, True), "slots": torch.randperm(PAGES * P)[:T]},
-    "kv_copy_blocks": lambda s: {"src": _cache(4, 128, True), "dst": _cache(4, 128, True), "pairs": torch.tensor([[1, 2], [3, 4]])},
-    "block_scores": lambda s: {"index_q": _n(1, 4, 128) / 3, "index_cache": _cache(1, 128, False, 1 / 3), "meta": _meta()},
-    "select_blocks": lambda s: {"index_q": _n(1, 4, 128) / 3, "index_cache": _cache(1, 128, False, 1 / 3), "meta": _meta()},
+    "kv_copy_blocks": lambda s: {"src": _cache(4, 128, True), "dst": _cache(4, 128, True), "pairs": torch.tensor([[1,
+    2], [3, 4]])},
+    "block_scores": lambda s: {"index_q": _n(1, 4, 128) / 3, "index_cache": _cache(1, 128, False,
+    1 / 3), "meta": _meta()},
+    "select_blocks": lambda s: {"index_q": _n(1, 4, 128) / 3, "index_cache": _cache(1, 128, False,
+    1 / 3), "meta": _meta()},
     "topk_blocks": lambda s: {"scores": _n(T, 4, 64), "visible_blocks": torch.full((T,), 64).int()},
     "merge_topk": _merge,
-    "sparse_attention": lambda s: {"q": _n(1, s.num_q_heads, 128) / 3, "kv": _cache(s.num_kv_heads, 128, True, 1 / 3), "block_ids": _ids(s), "meta": _meta()},
-    "paged_attention": lambda s: {"q": _n(1, s.num_q_heads, 128) / 3, "kv": _cache(s.num_kv_heads, 128, True, 1 / 3), "meta": _meta()},
+    "sparse_attention": lambda s: {"q": _n(1, s.num_q_heads, 128) / 3, "kv": _cache(s.num_kv_heads, 128, True,
+    1 / 3), "block_ids": _ids(s), "meta": _meta()},
+    "paged_attention": lambda s: {"q": _n(1, s.num_q_heads, 128) / 3, "kv": _cache(s.num_kv_heads, 128, True,
+    1 / 3), "meta": _meta()},
     "route_topk": lambda s: {"logits": _n(T, 128), "bias": 0.1 * _n(128)},
     "moe_experts": _moe,
     "qk_norm_rope_insert": _insert,

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-
-from m3hal.dispatch import register, unregister
-from m3hal_broken_zoo import MUTANTS, Mutant
 from m3hal_conformance.case import Case
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import select
+
+from m3hal.dispatch import register, unregister
+from m3hal_broken_zoo import MUTANTS, Mutant
 
 
 @contextmanager
@@ -52,7 +52,9 @@ def cases_for(mutant: Mutant) -> tuple[Case, ...]:
 def by_name(mutant: Mutant, found: Iterable[str]) -> set[str]:
     """The formats in which the named check of the named case killed it."""
     case, _, check = mutant.killed_by.partition(":")
-    return {kill.split("/")[1].split(":")[0] for kill in found if kill.startswith(f"{case}/") and kill.endswith(f":{check}")}
+    return {
+        kill.split("/")[1].split(":")[0] for kill in found if kill.startswith(f"{case}/") and kill.endswith(f":{check}")
+    }
 
 
 def main() -> None:
@@ -71,7 +73,11 @@ def main() -> None:
         formats = {case.format + ("-nhd" if case.layout == "nhd" else "") for case in named_cases(mutant)}
         note = "" if named else "  NOT KILLED BY ITS NAME" if found else "  SURVIVES"
         missing = sorted(formats - named)
-        print(f"{mutant.backend:60} {mutant.killed_by:40} kills {len(found):3} missing {missing}{note}", file=sys.stderr, flush=True)
+        print(
+            f"{mutant.backend:60} {mutant.killed_by:40} kills {len(found):3} missing {missing}{note}",
+            file=sys.stderr,
+            flush=True,
+        )
         table[mutant.backend] = sorted(found)
     print(json.dumps(table, indent=1))
 

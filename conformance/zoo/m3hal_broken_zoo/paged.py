@@ -78,7 +78,11 @@ def kv_write_truncates(site, right):
     """fp32 is stored in bf16 without its lower half."""
 
     def cut(t):
-        return t if t is None or t.dtype != torch.float32 else (t.contiguous().view(torch.int32) & -65536).view(torch.float32)
+        return (
+            t
+            if t is None or t.dtype != torch.float32
+            else (t.contiguous().view(torch.int32) & -65536).view(torch.float32)
+        )
 
     return _through(right, lambda cache, k, v, slots: (cache, cut(k), cut(v), slots))
 

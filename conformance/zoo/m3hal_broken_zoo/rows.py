@@ -145,7 +145,9 @@ def rms_norm_no_eps(site, right):
 
     def run(x, weight):
         wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True)) * (site.weight_offset + weight.float())).to(x.dtype)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True)) * (site.weight_offset + weight.float())).to(
+            x.dtype
+        )
 
     return run
 
@@ -160,6 +162,16 @@ def rms_norm_eps_compiled_in(site, right):
         return (wide * torch.rsqrt(square + 1e-6) * (site.weight_offset + weight.float())).to(x.dtype)
 
     return run
+
+
+_LAST: dict[str, Any] = {}
+
+
+@mutant("rms_norm", "tokens_7:two_sites", "F34")
+def rms_norm_last_site_wins(site, right):
+    """Constants lie in a variable of the module, so that the site bound last decides for all."""
+    _LAST["right"] = right
+    return lambda x, weight: _LAST["right"](x, weight)
 
 
 @mutant("rms_norm", "tokens_7:oracle")
@@ -246,7 +258,10 @@ def add_rms_norm_narrow_sum(site, right):
 @mutant("add_rms_norm", "tokens_7:oracle")
 def add_rms_norm_old_residual(site, right):
     """The residual that comes back is the old one."""
-    return lambda x, residual, weight: (right(x, residual, weight)[0], residual.clone(memory_format=torch.contiguous_format))
+    return lambda x, residual, weight: (
+        right(x, residual, weight)[0],
+        residual.clone(memory_format=torch.contiguous_format),
+    )
 
 
 @mutant("add_rms_norm", "tokens_7:written", raw=True)
@@ -600,7 +615,9 @@ def swiglu_oai_alpha_compiled_in(site, right):
 @mutant("swiglu_oai", "around_the_limits:oracle", "F03")
 def swiglu_oai_gate_clamped_below(site, right):
     """The gate is clamped on both sides."""
-    return _swiglu(lambda g, u, s: gated(g.clamp(-s.limit, s.limit), u.clamp(-s.limit, s.limit), s.alpha, s.beta))(site, right)
+    return _swiglu(lambda g, u, s: gated(g.clamp(-s.limit, s.limit), u.clamp(-s.limit, s.limit), s.alpha, s.beta))(
+        site, right
+    )
 
 
 @mutant("swiglu_oai", "around_the_limits:oracle", "F03")

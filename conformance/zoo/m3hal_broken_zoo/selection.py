@@ -48,7 +48,9 @@ def block_scores_unmasked_tail(site, right):
     """The last page is read to its end; decode has no mask."""
 
     def run(q, c, m):
-        return scored(site, q, c, m, reach=lambda n: -(-n // 128) * 128, hidden=lambda key, at: (key // 128) > (at // 128))
+        return scored(
+            site, q, c, m, reach=lambda n: -(-n // 128) * 128, hidden=lambda key, at: (key // 128) > (at // 128)
+        )
 
     return run
 
@@ -191,7 +193,9 @@ def ranked(site, scores, visible, *, lower=True, nan=-INF, force="set", fill=-1,
             row = torch.where(row.isnan(), nan, row)
             missing = scores[t, h, :end].isnan() if nan == -INF else torch.zeros(end, dtype=torch.bool)
             ids = range(end)
-            forced = {b for b in ids if b < site.init_blocks or b >= end - site.local_blocks} if force == "set" else set()
+            forced = (
+                {b for b in ids if b < site.init_blocks or b >= end - site.local_blocks} if force == "set" else set()
+            )
             if force == "score":
                 row[max(end - site.local_blocks, 0) :] = 1e29
             values, gone = row.tolist(), missing.tolist()
@@ -322,7 +326,9 @@ def topk_blocks_padded_zero(site, right):
 @mutant("merge_topk", "ranks_4_normal:oracle", "F35")
 def merge_topk_counts_absent(site, right):
     """An absent offer counts with the score that stands there, as block 0."""
-    return lambda s, i, v: right(s, torch.where(i < 0, (v - 1).clamp(min=0)[None, :, None, None].int() // 2, i).int(), v)
+    return lambda s, i, v: right(
+        s, torch.where(i < 0, (v - 1).clamp(min=0)[None, :, None, None].int() // 2, i).int(), v
+    )
 
 
 @mutant("merge_topk", "ranks_4_few_values:oracle", "F16")
