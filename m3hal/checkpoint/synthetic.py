@@ -1,6 +1,6 @@
 """Checkpoints with MiniMax-M3's tensor names and shapes and made-up weights, in every layout that m3hal reads.
 
-    python -m m3hal.checkpoint.synthetic DIRECTORY --layers 5 --experts 8 [--layout quark|bf16]
+    python -m m3hal.checkpoint.synthetic DIRECTORY --layers 5 --experts 8 [--layout quark|bf16] [--small]
 
 Deterministic: a tensor's bytes depend on its name, its shape and the seed alone, so two layouts of one seed hold the
 same numbers, and a checkpoint of fewer layers or experts holds a part of a larger one's. The experts are MXFP4 from
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,18 @@ class Synthetic:
                 yield f"{prefix}experts.{expert}.w3", (self.inter, self.hidden)
 
 
+#: of everything that is 6144, 3072, 12288 or 200064 wide in M3
+_NARROW: Mapping[str, int] = {
+    "hidden": 256,
+    "inter": 128,
+    "dense_inter": 256,
+    "heads": 4,
+    "kv_heads": 2,
+    "vocab": 64,
+    "shard_bytes": 1 << 20,
+}
+
+
 def write(directory: str | Path, model: Synthetic, *, layout: str = "quark") -> Path:
     """Writes config, index, shards and their SHA256SUMS into ``directory`` (created if absent) and returns it.
 
@@ -207,8 +219,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=MINIMAX_M3["vocab_size"])
     parser.add_argument("--layout", choices=("quark", "bf16"), default="quark")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--small", action="store_true", help="narrow matrices, to try commands out")
     args = parser.parse_args(argv)
     model = Synthetic(layers=args.layers, dense=args.dense, experts=args.experts, vocab=args.vocab, seed=args.seed)
+    if args.small:
+        model = replace(model, **_NARROW)
     print(write(args.directory, model, layout=args.layout))
     return 0
 

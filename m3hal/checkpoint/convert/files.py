@@ -124,7 +124,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _forget(file: int) -> None:
-    """Starts writing back what is dirty and frees what is clean, so that fsync finds little left and memory stays free."""
+    """Starts writing back what is dirty and frees what is clean: fsync then finds little left, memory stays free."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -13,6 +13,8 @@ Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+#: byte of two codes -> the two numbers, the low nibble's first
+_PAIRS = np.array([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)])
 
 
 def e4m3(ieee: bool) -> Doubles:
@@ -40,9 +42,7 @@ def allowed(ieee: bool) -> npt.NDArray[np.bool_]:
 
 def mxfp4(codes: Bytes, scales: Bytes) -> Doubles:
     """Codes [rows, K/2] and scales [rows, K/32] -> values [rows, K]; a scale byte of 255 gives NaN."""
-    values = np.empty((*codes.shape, 2))
-    values[..., 0] = E2M1[codes & 15]
-    values[..., 1] = E2M1[codes >> 4]
+    values = np.take(_PAIRS, codes, axis=0, mode="clip")  # every byte is a valid index
     factor = np.where(scales == 255, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
     blocks = values.reshape(*scales.shape, 32)
     blocks *= factor[..., None]
