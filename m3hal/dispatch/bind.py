@@ -12,6 +12,7 @@ from m3hal.dispatch.compose import compose
 from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.manifest import Kernel
 from m3hal.dispatch.screen import Candidate
+from m3hal.dispatch.vendor import Failure, attempt
 from m3hal.shape import Site
 
 if TYPE_CHECKING:
@@ -76,14 +77,14 @@ _KERNEL = ("run", "workspace_bytes", "plan_batch", "plan_bytes", "prepare_weight
 
 
 def _call_factory(candidate: Candidate, site: Site) -> Any:
-    try:
-        return pkgutil.resolve_name(candidate.impl.path)(site)
-    except (Exception, SystemExit) as error:
+    made = attempt(lambda: pkgutil.resolve_name(candidate.impl.path)(site))
+    if isinstance(made, Failure):
         raise M3halError(
             f"{_whose(candidate, site)} although its manifest and probe say it serves it: "
-            f"{candidate.impl.path} raised {type(error).__name__}: {error}. Nothing falls back; "
+            f"{candidate.impl.path} {made.reason}. Nothing falls back; "
             f"choose another backend with operators.{candidate.operator}, or deny {candidate.backend}."
-        ) from error
+        ) from made.error
+    return made
 
 
 def _whose(candidate: Candidate, site: Site) -> str:
@@ -95,6 +96,10 @@ def _problem_of(kernel: Kernel, candidate: Candidate) -> str | None:
     """What is wrong with what a factory returned."""
     if not callable(kernel.run):
         return f"{candidate.impl.path} returned {kernel.run!r}; it must return a callable or a m3hal.Kernel"
+    for name in ("plan_batch", "prepare_weights", "update_weights", "unpack"):
+        given = getattr(kernel, name)
+        if given is not None and not callable(given):
+            return f"its {name} is {given!r}; it must be a callable or None"
     for name in ("workspace_bytes", "plan_bytes"):
         size = getattr(kernel, name)
         if not isinstance(size, int) or size < 0:

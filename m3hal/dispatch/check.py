@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import fields
+from types import MappingProxyType, NoneType
 from typing import Any
 
 from m3hal import ops
@@ -12,8 +14,12 @@ from m3hal.dispatch.errors import did_you_mean
 from m3hal.dispatch.manifest import Impl, Limit, Manifest, Rung
 from m3hal.shape import SITE_ATTRIBUTES
 
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
+#: What is written in the manifest: a class of one's own could answer differently each time, or raise.
+_MAPPINGS = (dict, MappingProxyType)
+#: Values whose repr is the same in every process, as impl_id needs.
+_PLAIN = (str, int, float, NoneType)
 _PHASES = ("prefill", "decode", "verify")
 
 
@@ -22,11 +28,14 @@ def problem_of(manifest: Any) -> str | None:
 
     A fault of one implementation costs only that implementation: see :func:`problem_of_impl`.
     """
-    if not isinstance(manifest, Manifest):
+    if type(manifest) is not Manifest:
         return f"it is a {type(manifest).__name__}, not a m3hal.Manifest"
+    missing = [field.name for field in fields(Manifest) if field.name not in vars(manifest)]
+    if missing:
+        return f"it has no {missing[0]}; it was not made by m3hal.Manifest(...)"
     if not isinstance(manifest.name, str) or not _NAME.fullmatch(manifest.name):
         return f"its name {manifest.name!r} must be lower-case letters, digits, '-' and '_'"
-    if not isinstance(manifest.operators, Mapping):
+    if not isinstance(manifest.operators, _MAPPINGS):
         return "its operators must map an operator's name to a tuple of Impl"
     if not _is_texts(manifest.devices) or not manifest.devices:
         return "its devices must be a tuple of patterns such as ('cuda:sm_90',)"
@@ -34,12 +43,16 @@ def problem_of(manifest: Any) -> str | None:
         return f"its priority {manifest.priority!r} must be a whole number"
     if manifest.probe is not None and not _is_path(manifest.probe):
         return f"its probe {manifest.probe!r} must read 'module:function'"
-    if not isinstance(manifest.libraries, Mapping):
+    if not isinstance(manifest.libraries, _MAPPINGS) or not all(
+        isinstance(name, str) and name for name in manifest.libraries
+    ):
         return "its libraries must map a distribution's name to a version range"
     for where, text in (("api", manifest.api), *((f"libraries[{k!r}]", v) for k, v in manifest.libraries.items())):
+        if not isinstance(text, str):
+            return f"its {where} is {text!r}; it must be a version range, e.g. '>=1,<2'"
         try:
             versions.satisfies("0", text)
-        except (ValueError, AttributeError) as error:
+        except ValueError as error:
             return f"its {where} is no version range: {error}"
     return None
 
@@ -53,7 +66,7 @@ def unknown_operators(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 def problem_of_impl(impl: Any, operator: ops.Operator) -> str | None:
     """What makes one implementation unusable; None when it is fine."""
-    if not isinstance(impl, Impl):
+    if type(impl) is not Impl:
         return f"it is a {type(impl).__name__}, not a m3hal.Impl"
     if not isinstance(impl.name, str):
         return f"its name {impl.name!r} must be a string"
@@ -73,9 +86,9 @@ def problem_of_impl(impl: Any, operator: ops.Operator) -> str | None:
         return f"its views {impl.views!r} must be 'strided', 'rows' or 'contiguous'"
     if not isinstance(impl.alignment, int) or impl.alignment < 1:
         return f"its alignment {impl.alignment!r} must be a number of bytes, 1 or more"
-    for name, sizes in impl.buckets.items() if isinstance(impl.buckets, Mapping) else [("", ())]:
-        if name not in ("tokens", "requests", "pages", "context") or not sizes:
-            return f"its buckets {impl.buckets!r} must map tokens, requests, pages or context to their sizes"
+    for name, sizes in impl.buckets.items() if isinstance(impl.buckets, _MAPPINGS) else [("", ())]:
+        if name not in ("tokens", "requests", "pages", "context") or not _is_sizes(sizes):
+            return f"its buckets {impl.buckets!r} must map tokens, requests, pages or context to a tuple of sizes"
     return _problem_of_limits(impl) or _problem_of_traits(impl, operator) or _problem_of_rungs(impl)
 
 
@@ -86,11 +99,13 @@ def _problem_of_limits(impl: Impl) -> str | None:
         if limit.attribute not in SITE_ATTRIBUTES:
             hint = did_you_mean(str(limit.attribute), SITE_ATTRIBUTES)
             return f"it limits {limit.attribute!r}, which is no attribute of a Site.{hint}"
+        if not isinstance(limit.values, tuple) or not all(isinstance(value, _PLAIN) for value in limit.values):
+            return f"its limit on {limit.attribute} takes {limit.values!r}; the values must be texts and numbers"
     return None
 
 
 def _problem_of_traits(impl: Impl, operator: ops.Operator) -> str | None:
-    if not isinstance(impl.traits, Mapping):
+    if not isinstance(impl.traits, _MAPPINGS):
         return "its traits must map a trait's name to a value"
     vocabulary = {trait.name: trait.values for trait in operator.traits}
     for name, value in impl.traits.items():
@@ -105,6 +120,9 @@ def _problem_of_rungs(impl: Impl) -> str | None:
     for rung in impl.rungs:
         if not isinstance(rung, Rung):
             return f"its rung {rung!r} is not a m3hal.Rung"
+        bounds = (rung.min_tokens, 0 if rung.max_tokens is None else rung.max_tokens)
+        if not _is_texts(rung.phases) or not all(isinstance(bound, int) for bound in bounds):
+            return f"its rung {rung!r} must have a tuple of phases and whole numbers of tokens"
         unknown = [phase for phase in rung.phases if phase not in _PHASES]
         if unknown:
             return f"its rung {rung.name!r} names the phase {unknown[0]!r}; phases are {', '.join(_PHASES)}"
@@ -134,3 +152,7 @@ def _is_path(text: Any) -> bool:
 
 def _is_texts(values: Any) -> bool:
     return isinstance(values, tuple) and all(isinstance(value, str) for value in values)
+
+
+def _is_sizes(values: Any) -> bool:
+    return isinstance(values, tuple) and bool(values) and all(isinstance(value, int) for value in values)

@@ -4,8 +4,7 @@ stevedore's own listing is replaced: its cache on disk goes stale and drops whic
 to. One manager is made per entry point, so that a manifest whose import fails takes nothing else down and a name that
 two distributions claim never reaches stevedore's conflict handling.
 
-An import may raise anything that is an Exception, or SystemExit: both become verdicts. KeyboardInterrupt is the
-user's, and goes through.
+An import may raise anything: it becomes a verdict. Only KeyboardInterrupt, the user's, goes through.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,6 +21,7 @@ from m3hal.dispatch.check import problem_of
 from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.manifest import Manifest
 from m3hal.dispatch.names import RESERVED, normalized
+from m3hal.dispatch.vendor import Failure, attempt
 from m3hal.dispatch.verdict import Stage, Verdict
 
 GROUP = "m3hal.backends"
@@ -156,11 +155,9 @@ def _installed() -> list[Found]:
 @cache
 def _load(found: Found) -> Found:
     """Imports one installed manifest, once per process, and looks whether it is one."""
-    try:
-        manifest = _import(found)
-    except (Exception, SystemExit) as error:
-        reason = f"importing {found.target} raised {type(error).__name__}: {error}"
-        return found.rejected("import", reason, traceback.format_exc())
+    manifest = attempt(_import, found)
+    if isinstance(manifest, Failure):
+        return found.rejected("import", f"importing {found.target} {manifest.reason}", manifest.traceback)
     problem = problem_of(manifest)
     if problem is None and manifest.name != found.name:
         problem = f"the entry point is called {found.name!r} but its manifest {manifest.name!r}"

@@ -41,7 +41,13 @@ def digest(data: Any) -> str:
 
 
 def _plain(impl: Impl) -> dict[str, Any]:
-    return {**vars(impl), "traits": dict(impl.traits), "limits": repr(impl.limits), "rungs": repr(impl.rungs)}
+    return {
+        **vars(impl),
+        "traits": dict(impl.traits),
+        "buckets": dict(impl.buckets),
+        "limits": repr(impl.limits),
+        "rungs": repr(impl.rungs),
+    }
 
 
 def module_hash(module: str) -> str:
@@ -63,10 +69,14 @@ def module_hash(module: str) -> str:
 
 def _files_hash(package: str, pattern: str) -> str:
     """Over all files of a package that match a pattern relative to its folder."""
-    paths = sorted(path for root in _roots(package) if root.is_dir() for path in root.glob(pattern) if path.is_file())
-    if not paths:
+    try:
+        found = [(root, path) for root in _roots(package) if root.is_dir() for path in root.glob(pattern)]
+    except (ValueError, NotImplementedError) as error:
+        raise MissingFileError(f"its files {pattern!r} is no pattern inside the package {package}: {error}") from error
+    named = sorted((path.relative_to(root).as_posix(), path) for root, path in found if path.is_file())
+    if not named:
         raise MissingFileError(f"the package {package} has no file {pattern}")
-    return digest([(path.name, _content_hash(path)) for path in paths])
+    return digest([(name, _content_hash(path)) for name, path in named])
 
 
 def _roots(name: str) -> tuple[Path, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from m3hal import ops
 from m3hal.dispatch.discovery import REFERENCE, Found
 from m3hal.dispatch.errors import ConfigurationError, M3halError, did_you_mean
-from m3hal.dispatch.identity import digest
+from m3hal.dispatch.identity import digest, module_hash
 from m3hal.dispatch.manifest import API_VERSION
 from m3hal.dispatch.policy import Policy
 from m3hal.dispatch.screen import Candidate
@@ -142,9 +142,7 @@ class Plan:
                 "policy": self.policy.to_json(),
                 "in_tree": self.in_tree,
                 "layouts": dict(self.layouts),
-                "choices": [
-                    (c.operator, c.site, c.engine, c.chosen and c.chosen.impl_id, c.composed) for c in self.choices
-                ],
+                "choices": [(c.operator, c.site, c.engine, self.impl_id(c), c.composed) for c in self.choices],
             }
         )
 
@@ -171,10 +169,12 @@ class Plan:
         return (self.choice(operator, choice.site) for operator in choice.composed)
 
     def impl_id(self, choice: Choice) -> str:
-        """The identity of what serves a row; a composition's covers its parts."""
+        """The identity of what serves a row; a composition's covers its parts and how they are put together."""
         if choice.composed:
             parts = {part.operator: self.impl_id(part) for part in self.constituents(choice)}
-            return digest({"operator": choice.operator, "parts": parts})
+            modules = (f"m3hal.ops.{choice.operator}", "m3hal.dispatch.compose")
+            glue = {module: module_hash(module) for module in modules}
+            return digest({"operator": choice.operator, "parts": parts, "content": glue})
         return choice.chosen.impl_id if choice.chosen else ""
 
     def is_definition(self, choice: Choice) -> bool:

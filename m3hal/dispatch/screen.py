@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import pkgutil
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from m3hal.dispatch.discovery import REFERENCE, Found
 from m3hal.dispatch.identity import MissingFileError, impl_id
 from m3hal.dispatch.manifest import API_VERSION, Impl
 from m3hal.dispatch.names import LEVELS, BackendName
+from m3hal.dispatch.vendor import Failure, attempt
 from m3hal.dispatch.verdict import Stage, Verdict
 from m3hal.shape import Site
 
@@ -99,17 +99,18 @@ def _problem_of_library(name: str, wanted: str) -> str | None:
         have = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return f"it needs {name} {wanted}, which is not installed; pip install '{name}{wanted}'"
-    if not versions.satisfies(have, wanted):
-        return f"it needs {name} {wanted}; {have} is installed"
-    return None
+    try:
+        fits = versions.satisfies(have, wanted)
+    except ValueError:
+        return f"it needs {name} {wanted}; the installed one says its version is {have!r}, which can't be compared"
+    return None if fits else f"it needs {name} {wanted}; {have} is installed"
 
 
 def _ask(path: str, argument: Any) -> tuple[str | None, str]:
     """Calls a vendor's probe or predicate: (why not, traceback). It must answer None or a reason."""
-    try:
-        answer = pkgutil.resolve_name(path)(argument)
-    except (Exception, SystemExit) as error:
-        return f"{path} raised {type(error).__name__}: {error}", traceback.format_exc()
+    answer = attempt(lambda: pkgutil.resolve_name(path)(argument))
+    if isinstance(answer, Failure):
+        return f"{path} {answer.reason}", answer.traceback
     if answer is None or (isinstance(answer, str) and answer):
         return answer, ""
     return f"{path} returned {answer!r}; it must return None or the reason for refusing", ""

@@ -54,6 +54,7 @@ def _holds(version: str, clause: str) -> bool:
 
 def _release(version: str, length: int) -> tuple[int, ...]:
     match = _VERSION.match(version.strip().lower())
-    assert match is not None, version
+    if match is None:
+        raise ValueError(f"{version!r} is not a version")
     parts = [int(part) for part in match[1].split(".")]
     return tuple((parts + [0] * length)[:length])

@@ -60,7 +60,9 @@ def test_factory_gets_the_site_and_returns_a_kernel(toy: Any, make: Callable[...
         (lambda site: None, "returned None; it must return a callable or a m3hal.Kernel"),
         (lambda site: Kernel(print, workspace_bytes=-1), "its workspace_bytes is -1"),
         (lambda site: Kernel(print, plan_bytes=1.5), "its plan_bytes is 1.5"),  # type: ignore[arg-type]
+        (lambda site: Kernel(print, plan_batch=3), "its plan_batch is 3"),  # type: ignore[arg-type]
         (lambda site: [][0], "raised IndexError"),
+        (lambda site: (_ for _ in ()).throw(GeneratorExit()).__next__(), "raised GeneratorExit"),
         (lambda site: exit(1), "raised SystemExit: 1"),
         (lambda: print, "raised TypeError"),
     ],

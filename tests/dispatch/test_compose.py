@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from m3hal import ops
-from m3hal.dispatch import Kernel, Policy, plan
+from m3hal.dispatch import Kernel, Policy, plan, plans
 from m3hal.layouts import KVLayout, PagedCache
 from m3hal.ops import SeqMeta
 from m3hal.shape import ModelShape
@@ -135,6 +135,21 @@ def test_identity_of_a_composition_follows_its_parts(toy: Any, make: Any, shape:
     ids = {p.impl_id(p.choice("select_blocks", "sparse_attention")) for p in (made, reference)}
     assert len(ids) == 2
     assert reference.bind("select_blocks", "sparse_attention").impl_id in ids
+
+
+def test_identity_of_a_composition_covers_what_puts_it_together(
+    toy: Any, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed definition of the fused operator changes the identity and the fingerprint, with all parts the same."""
+    for name in ("block_scores", "topk_blocks"):
+        toy(f"acme{name[0]}", **{name: lambda site: print})
+    p = plan(shape, "cpu", Policy.resolve({"backend": "acmeb,acmet,reference"}, environ={}))
+    again = plan(shape, "cpu", Policy.resolve({"backend": "acmeb,acmet,reference"}, environ={}))
+    before = p.impl_id(p.choice("select_blocks", "sparse_attention")), p.fingerprint
+    monkeypatch.setattr(plans, "module_hash", lambda module: f"changed {module}")
+    after = again.impl_id(again.choice("select_blocks", "sparse_attention")), again.fingerprint
+    assert before[0] != after[0]
+    assert before[1] != after[1]
 
 
 def test_composition_declares_that_its_parts_round(toy: Any, make: Any, shape: ModelShape) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 FAILING = {
@@ -10,6 +11,28 @@ FAILING = {
     "exiting": ("raise SystemExit(3)", "import", "SystemExit: 3"),
     "leaving": ("import sys; sys.exit('bye')", "import", "SystemExit: bye"),
     "dividing": ("1 / 0", "import", "ZeroDivisionError"),
+    "panicking": (
+        "class Panic(BaseException): pass\nraise Panic('rust')",
+        "import",
+        "Panic: rust",
+    ),
+    "cancelled": ("import asyncio; raise asyncio.CancelledError", "import", "CancelledError"),
+    "recursing": ("def f(): f()\nf()", "import", "RecursionError"),
+    "speechless": (
+        "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
+        "import",
+        "E, which has no readable message",
+    ),
+    "unmade": (
+        "from m3hal import Manifest; MANIFEST = object.__new__(Manifest)",
+        "manifest",
+        "it was not made by m3hal.Manifest",
+    ),
+    "subclass": (
+        "from m3hal import Manifest\nclass Own(Manifest): pass\nMANIFEST = Own('subclass', 'toy', '>=1', ('*',), {})",
+        "manifest",
+        "it is a Own, not a m3hal.Manifest",
+    ),
     "nothing": ("something = 1", "import", "AttributeError"),
     "unreadable": ("this is no Python", "import", "SyntaxError"),
     "dict": ("MANIFEST = {'name': 'dict'}", "manifest", "it is a dict, not a m3hal.Manifest"),
@@ -36,6 +59,61 @@ def test_failing_manifests_are_verdicts(environment: Any) -> None:
     assert got[1] == "zeta"
     assert got[2][0] == "UnsupportedError"
     assert "SystemExit: 3" in got[2][1]
+
+
+#: What a manifest can say that is nonsense -> what is said about it.
+NONSENSE = {
+    "wildcard": ("api='==x.*'", "'x' is not a version"),
+    "bytes": ("api=b'>=1'", "it must be a version range"),
+    "library": ("libraries={'torch': '!=abc.*'}", "'abc' is not a version"),
+    "number": ("libraries={3: '>=1'}", "its libraries must map"),
+    "nameless": ("libraries={'': '>=1'}", "its libraries must map"),
+    "mapping": ("operators=__import__('collections').UserDict()", "its operators must map"),
+}
+
+#: The same for one implementation.
+NONSENSICAL = {
+    "phases": ("rungs=(Rung('a', phases=None),)", "must have a tuple of phases"),
+    "text": ("rungs=(Rung('a', min_tokens='0'),)", "whole numbers of tokens"),
+    "values": ("limits=(Limit('dtype', values=3),)", "the values must be texts and numbers"),
+    "object": ("limits=(one_of('dtype', 'bfloat16', object()),)", "the values must be texts and numbers"),
+    "absolute": ("files=('/etc/passwd',)", "is no pattern inside the package"),
+    "empty": ("files=('',)", "is no pattern inside the package"),
+    "buckets": ("buckets={'tokens': 5}", "to a tuple of sizes"),
+}
+
+
+def test_nonsense_in_a_manifest_costs_what_says_it(environment: Any) -> None:
+    """Whatever its fields hold, planning goes on without the backend, or without the implementation."""
+    for name, (manifest, _) in NONSENSE.items():
+        environment.install(name, manifest=manifest)
+    for name, (impl, _) in NONSENSICAL.items():
+        environment.install(name, operators=("rms_norm",), impl=impl)
+    environment.install("zeta", operators=("rms_norm",))
+    got = environment.run("""
+        p = made()
+        print(json.dumps([verdicts(p), {v.backend: v.reason for v in p.faults}, servers(p)["rms_norm"]]))
+    """)
+    for name, (_, reason) in NONSENSE.items():
+        assert got[0][f"m3hal-{name}:{name}"][0] == "manifest"
+        assert reason in got[0][f"m3hal-{name}:{name}"][1]
+    for name, (_, reason) in NONSENSICAL.items():
+        assert reason in got[1][name]
+    assert got[2] == "zeta"
+
+
+def test_what_vendors_print_stays_out_of_json(environment: Any) -> None:
+    """A manifest, a probe and a predicate that print: ``--json`` is one object, and the text goes to stderr."""
+    environment.install(
+        "acme",
+        manifest="probe='m3hal_acme.talking:probe', vendor=print('MANIFEST') or 'toy'",
+        impl="predicate='m3hal_acme.talking:judge'",
+        files={"talking.py": "def probe(device): print('PROBE')\ndef judge(site): print('JUDGE')\n"},
+    )
+    done = environment.python("-m", "m3hal", "explain", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["fingerprint"]
+    assert {"MANIFEST", "PROBE", "JUDGE"} <= set(done.stderr.splitlines())
 
 
 def test_keyboard_interrupt_is_the_users(environment: Any) -> None:
@@ -88,12 +166,17 @@ def test_probes_that_refuse_or_break_are_verdicts(environment: Any) -> None:
     for name, (body, _) in REFUSING.items():
         probing = {"probing.py": f"def probe(device):\n    {body}\n"}
         environment.install(name, manifest=f"probe='m3hal_{name}.probing:probe'", files=probing)
+    environment.install("dateless", manifest="libraries={'undated': '>=1'}")
+    info = environment.folder / "undated-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: undated\nVersion: unknown\n")
     environment.install("absent", manifest="probe='m3hal_absent.nowhere:probe'")
     got = environment.run("print(json.dumps(verdicts(made())))")
     for name, (_, reason) in REFUSING.items():
         assert got[f"m3hal-{name}:{name}"][0] == "probe"
         assert reason in got[f"m3hal-{name}:{name}"][1]
     assert "ModuleNotFoundError" in got["m3hal-absent:absent"][1]
+    assert "its version is 'unknown', which can't be compared" in got["m3hal-dateless:dateless"][1]
 
 
 def test_probe_that_lies_is_found_out_at_bind_and_nothing_falls_back(environment: Any) -> None:
