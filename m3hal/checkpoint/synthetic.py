@@ -1,6 +1,6 @@
 """Checkpoints with MiniMax-M3's tensor names and shapes and made-up weights, in every layout that m3hal reads.
 
-    python -m m3hal.checkpoint.synthetic DIRECTORY --layers 5 --experts 8 [--layout quark|bf16] [--small]
+    python -m m3hal.checkpoint.synthetic DIRECTORY --layers 5 --experts 8 [--layout quark|bf16|...] [--small]
 
 Deterministic: a tensor's bytes depend on its name, its shape and the seed alone, so two layouts of one seed hold the
 same numbers, and a checkpoint of fewer layers or experts holds a part of a larger one's. The experts are MXFP4 from
@@ -16,11 +16,13 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from m3hal.checkpoint.convert import PROFILES, convert
 from m3hal.checkpoint.convert.container import Entry
 from m3hal.checkpoint.convert.files import write_bytes, write_json
 from m3hal.checkpoint.convert.quark import BLOCK
@@ -124,6 +126,7 @@ class Synthetic:
                 yield f"{prefix}experts.{expert}.w3", (self.inter, self.hidden)
 
 
+LAYOUTS = ("quark", "bf16", *(f"fp8-{name}" for name in PROFILES))
 #: of everything that is 6144, 3072, 12288 or 200064 wide in M3
 _NARROW: Mapping[str, int] = {
     "hidden": 256,
@@ -137,13 +140,19 @@ _NARROW: Mapping[str, int] = {
 
 
 def write(directory: str | Path, model: Synthetic, *, layout: str = "quark") -> Path:
-    """Writes config, index, shards and their SHA256SUMS into ``directory`` (created if absent) and returns it.
+    """Writes config, index and shards into ``directory`` (created if absent) and returns it.
 
-    layout: "quark" (MXFP4 codes and E8M0 scales) or "bf16". FP8 is what the converter makes of "quark".
+    layout: "quark" (MXFP4 codes and E8M0 scales), "bf16", or "fp8-gaudi2" and "fp8-hopper", which are made of "quark"
+        by the converter, as every such checkpoint is.
     """
-    if layout not in ("quark", "bf16"):
-        raise ValueError(f"unknown layout {layout!r}; there are 'quark' and 'bf16'; convert 'quark' to get FP8")
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; there are {', '.join(LAYOUTS)}")
     target = Path(directory)
+    if layout.startswith("fp8-"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=target.parent) as place:
+            source = write(Path(place) / "quark", model)
+            return convert(source, target, PROFILES[layout.removeprefix("fp8-")]).target
     target.mkdir(parents=True, exist_ok=True)
     entries = [*model.dense_tensors(), *_expert_entries(model, layout)]
     matrices = dict(model.expert_matrices())
@@ -217,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dense", type=int, default=1, help="layers without experts")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=MINIMAX_M3["vocab_size"])
-    parser.add_argument("--layout", choices=("quark", "bf16"), default="quark")
+    parser.add_argument("--layout", choices=LAYOUTS, default="quark")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="narrow matrices, to try commands out")
     args = parser.parse_args(argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from m3hal.checkpoint import mxfp4
 from m3hal.checkpoint.convert import GAUDI2, HOPPER, ConversionError, InexactError, Profile, convert
 from m3hal.checkpoint.convert.preview import preview
+from m3hal.checkpoint.convert.progress import describe, duration
 from m3hal.checkpoint.synthetic import Synthetic, write
+from m3hal.cli import main
 from tests.checkpoint.conftest import SMALL, digest
 
 PROFILES = pytest.mark.parametrize("profile", [GAUDI2, HOPPER], ids=lambda profile: profile.name)
@@ -341,6 +345,77 @@ def test_checksums_of_a_hugging_face_download(own: Path, tmp_path: Path) -> None
     assert convert(own, tmp_path / "good", GAUDI2).checked == 1
     (notes / f"{name}.metadata").write_text(f"{'0' * 40}\n{'0' * 64}\n1.0\n")
     assert "is damaged" in refuse(own, tmp_path / "bad")
+
+
+def test_checksums_of_the_hugging_face_cache(source: Path, tmp_path: Path) -> None:
+    """Its snapshots are links to files that are named after their SHA-256."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for path in source.iterdir():
+        if path.name == "SHA256SUMS":
+            continue
+        name = hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, blobs / name)
+        (snapshot / path.name).symlink_to(blobs / name)
+    done = convert(snapshot, tmp_path / "fp8", GAUDI2)
+    assert done.checked == done.shards
+    assert digest(done.target) == digest(convert(source, tmp_path / "whole", GAUDI2).target)
+    blob = (snapshot / "model-00003-of-00016.safetensors").resolve()
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    assert "is damaged" in refuse(snapshot, tmp_path / "bad")
+
+
+def test_a_config_inside_text_config(own: Path, tmp_path: Path) -> None:
+    """The quantization_config is found, and replaced, where it is."""
+
+    def move(config: dict[str, Any]) -> None:
+        config["text_config"]["quantization_config"] = config.pop("quantization_config")
+
+    config_with(own, move)
+    made = json.loads((convert(own, tmp_path / "fp8", GAUDI2).target / "config.json").read_text())
+    assert "quantization_config" not in made
+    assert made["text_config"]["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_a_worker_that_dies_is_said(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the kernel kills it for lack of memory; the others end too."""
+    from m3hal.checkpoint.convert import workers
+
+    monkeypatch.setattr(workers, "convert_shard", lambda *_, **__: os.kill(os.getpid(), 9))
+    assert "ended with code -9" in refuse(source, tmp_path / "fp8")
+
+
+def test_progress_is_said() -> None:
+    """Share, sizes, rate and the time that is left; what an earlier run wrote is not this run's rate."""
+    line = describe(total=412_000_000_000, found=100_000_000_000, done=95_000_000_000, seconds=155.0)
+    assert line == "[###########-------------]  47%  195 of 412 GB  613 MB/s  5 min 54 s left"
+    assert describe(100, 100, 0, 0.0) == "[########################] 100%  1e-07 of 1e-07 GB  0 MB/s"
+    assert [duration(seconds) for seconds in (0.4, 61, 7384)] == ["0 s", "1 min 01 s", "2 h 03 min"]
+
+
+def test_command_line(source: Path, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 when done, 1 when refused, 2 for a request that means nothing; --json prints one object."""
+    command = ["convert", "mxfp4-to-fp8", str(source), str(tmp_path / "fp8"), "--profile", "hopper"]
+    assert main([*command, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["routed_matrices"] == 18
+    assert main([*command, "--workers", "0"]) == 2
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["shards"] == 16
+    assert main(command) == 1
+    assert main([*command, "--resume"]) == 0
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--allow-inexact"])
+    assert caught.value.code == 2
+    rewrite(own, set_in(EXPERT + "w1.weight_scale", (7, 2), 150))
+    command[2:4] = [str(own), str(tmp_path / "other")]
+    capsys.readouterr()
+    for extra in ([], ["--dry-run"]):
+        assert main([*command, *extra]) == 1
+        assert "row 7 spans" in capsys.readouterr().err
+        shutil.rmtree(tmp_path / "other.converting", ignore_errors=True)
 
 
 def test_a_source_that_shrinks_while_it_is_read(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from m3hal.checkpoint import tiny
+from m3hal.checkpoint.convert import GAUDI2, HOPPER, Profile, convert
 from m3hal.checkpoint.synthetic import Synthetic, _expert_entries, write
 from tests.checkpoint.conftest import SMALL, digest
 
@@ -58,7 +59,15 @@ def test_same_bytes_every_time(source: Path, tmp_path: Path) -> None:
     assert all(other[name] != sum_ for name, sum_ in digest(source).items() if name.endswith(".safetensors"))
 
 
+@pytest.mark.parametrize("profile", [GAUDI2, HOPPER], ids=lambda profile: profile.name)
+def test_the_fp8_layouts_are_the_converters(source: Path, tmp_path: Path, profile: Profile) -> None:
+    """And nothing of the MXFP4 checkpoint in between is left."""
+    made = write(tmp_path / "made" / "fp8", SMALL, layout=f"fp8-{profile.name}")
+    assert digest(made) == digest(convert(source, tmp_path / "fp8", profile).target)
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["fp8"]
+
+
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
     """With the known ones."""
-    with pytest.raises(ValueError, match="'quark' and 'bf16'"):
+    with pytest.raises(ValueError, match="quark, bf16, fp8-gaudi2, fp8-hopper"):
         write(tmp_path / "x", SMALL, layout="gguf")

@@ -100,6 +100,13 @@ def test_the_index_is_compared_in_both_directions(broken: Path, source: Path) ->
     assert validate(broken, source).exit_code == Kind.INDEX
 
 
+def test_gaudi2s_infinities(source: Path, tmp_path: Path) -> None:
+    """0x7C is 384 to an OCP reader and NaN on Gaudi 2; the config says which reader it is for."""
+    folder = convert(source, tmp_path / "fp8", GAUDI2).target
+    poke(folder, EXPERT + "w1.weight", 0, b"\x7c")
+    assert validate(folder, source).exit_code == Kind.CODE
+
+
 def test_several_faults_give_the_first_class(broken: Path, source: Path) -> None:
     """All are listed, the lowest number is the exit code."""
     (broken / "LICENSE").unlink()
