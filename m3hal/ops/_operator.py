@@ -29,9 +29,9 @@ class Trait:
 class Numeric:
     """How an output is compared with the definition.
 
-    X: bit-exact. U1: within one unit in the last place of the output dtype. C1: within one code step. R: worst-row
-    relative L2 error within a bound derived from a legitimate low-precision evaluation. S: a selection, compared by
-    score regret.
+    X: bit-exact. U1: within one unit in the last place of a bf16 output; fp32 outputs, whose order of summation is
+    free, within a row bound. C1: within one code step. R: worst-row relative L2 error within a bound derived from a
+    legitimate low-precision evaluation. S: a selection, compared by score regret.
     """
 
     kind: Literal["X", "U1", "C1", "R", "S"]
