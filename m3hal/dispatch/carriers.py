@@ -72,14 +72,14 @@ def from_file(environ: Mapping[str, str]) -> list[Carrier]:
         return []
     carrier = f"the file {path} (M3HAL_CONFIG)"
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
         if path.endswith(".toml"):
             import tomllib
 
             values = tomllib.loads(text)
         else:
             values = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"{carrier} can't be read as {'TOML' if path.endswith('.toml') else 'JSON'}: {error}."
         ) from error
@@ -113,6 +113,9 @@ def _operators(text: str, variable: str) -> Mapping[str, Any]:
     pairs = [part.partition("=") for part in text.split(";") if part.strip()]
     if not all(equals for _, equals, _ in pairs):
         raise ConfigurationError(f"{variable} must read 'operator=backend;operator=backend'; got {text!r}.")
+    named = [operator.strip() for operator, _, _ in pairs]
+    if len(set(named)) < len(named):
+        raise ConfigurationError(f"{variable} names an operator twice; got {text!r}.")
     return {operator.strip(): order.strip() for operator, _, order in pairs}
 
 

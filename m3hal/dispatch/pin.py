@@ -36,11 +36,11 @@ def load(policy: Policy) -> Pin:
         where = policy.origins[beside[0]].carrier
         raise ConfigurationError(f"'plan' pins every choice; remove {beside[0]!r} from {where}, or 'plan'.")
     try:
-        data = json.loads(Path(policy.pinned).read_text())
+        data = json.loads(Path(policy.pinned).read_text(encoding="utf-8"))
         ids = {(row["operator"], row["site"]): row["impl_id"] for row in data["choices"] if "backend" in row}
         own = Policy.resolve(data["policy"], environ={}, carrier=f"the pinned plan {policy.pinned}")
-        data["fingerprint"], data["device"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        data["fingerprint"], data["device"], _rows(data), _layouts(data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
             f"{policy.pinned} is no exported plan ({type(error).__name__}: {error}); "
             "`m3hal explain --json > plan.json` writes one."

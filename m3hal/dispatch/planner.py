@@ -68,10 +68,13 @@ def plan(
         pins=pinned.impl_ids if pinned else None,
     )
     made = job.plan()
+    # A pin that isn't met is told by what differs, before what is missing for it.
     if pinned and not pinned.is_in_tree:
         pin.check(made, pinned)
     elif not partial and not made.in_tree:
         made = coverage.settle(made)
+    if pinned and pinned.is_in_tree:
+        pin.check(made, pinned)
     if policy.fingerprint and policy.fingerprint != made.fingerprint:
         raise M3halError(
             f"this process plans {made.fingerprint} but the engine's front end planned {policy.fingerprint}: "

@@ -28,9 +28,12 @@ def benchmark() -> Any:
 
 
 def test_bound_call(benchmark: Any) -> None:
-    """A bound no-op costs at most 1.5 times the same no-op: an attribute, and nothing in between."""
-    measured = benchmark.bound_call_ratio(calls=100_000, repeats=9)
-    assert measured["bound_call_ratio"] <= benchmark.LIMITS["bound_call_ratio"] * SLACK
+    """A bound no-op costs at most 1.5 times the same no-op: an attribute, and nothing in between.
+
+    Without slack, as the two are timed by turns: twice 1.5 would let a wrapper through.
+    """
+    measured = benchmark.bound_call_ratio(calls=100_000, repeats=15)
+    assert measured["bound_call_ratio"] <= benchmark.LIMITS["bound_call_ratio"]
 
 
 def test_planning(benchmark: Any) -> None:

@@ -21,7 +21,7 @@ GOOD = {"name": "acme", "vendor": "toy", "api": ">=1,<2", "devices": ("*",), "op
         ({"priority": "high"}, "must be a whole number"),
         ({"probe": "m3hal_acme.probe"}, "must read 'module:function'"),
         ({"libraries": ("torch",)}, "must map a distribution's name"),
-        ({"api": "1.0"}, "its api is None; it must be a version range"),
+        ({"api": "1.0"}, "its api is no version range"),
         ({"api": None}, "its api is None; it must be a version range"),
         ({"libraries": {"torch": "2"}}, r"its libraries\['torch'\] is no version range"),
     ],

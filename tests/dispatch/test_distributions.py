@@ -276,3 +276,36 @@ def test_pinned_plan_comes_out_again_or_says_what_differs(environment: Any) -> N
     kind, text = environment.run("print(json.dumps(refusal({'plan': 'plan.json', 'backend': 'acme'})))")
     assert kind == "ConfigurationError"
     assert "remove 'backend'" in text
+
+
+def test_pin_that_leaves_the_in_tree_model_is_checked_too(environment: Any) -> None:
+    """A plan edited by hand to say ``in_tree`` doesn't escape the comparison."""
+    environment.install("acme")
+    got = environment.run("""
+        first = made(device="cuda:sm_90", present=False)
+        def pinned(data):
+            open("plan.json", "w").write(json.dumps(data))
+            return refusal({"plan": "plan.json"}, device="cuda:sm_90", present=False)
+        edited = {**first.to_json(), "fingerprint": "0" * 16}
+        print(json.dumps([first.in_tree, pinned(first.to_json()), pinned(edited)]))
+    """)
+    assert got[0] is True
+    assert got[1] == ["", ""]
+    assert got[2][0] == "M3halError"
+    assert "can't be made here" in got[2][1]
+
+
+def test_pin_edited_out_of_shape_is_no_plan(environment: Any) -> None:
+    """Rows, layouts and nesting that no exported plan has are a sentence, not a traceback."""
+    got = environment.run("""
+        good = made().to_json()
+        def pinned(text):
+            open("plan.json", "w").write(text)
+            return refusal({"plan": "plan.json"})
+        broken = [{"choices": "abc"}, {"choices": [{}]}, {"layouts": {"moe": {}}}, {"layouts": 3}, {"policy": [1]}]
+        texts = [json.dumps({**good, "fingerprint": "0", **change}) for change in broken]
+        print(json.dumps([pinned(text) for text in (*texts, "[" * 100000)]))
+    """)
+    for kind, text in got:
+        assert kind == "ConfigurationError"
+        assert "plan.json is no exported plan" in text

@@ -91,6 +91,7 @@ def test_first_carrier_wins_key_by_key(tmp_path: Path) -> None:
         ({}, {"M3HAL_BACKENDS": "acme"}, "M3HAL_BACKENDS means nothing.* Did you mean 'M3HAL_BACKEND'"),
         ({}, {"M3HAL_OPERATORS": "rms_norm:acme"}, "must read 'operator=backend"),
         ({}, {"M3HAL_OPERATORS": "{"}, "can't be read as JSON"),
+        ({}, {"M3HAL_OPERATORS": "rms_norm=acme;rms_norm=reference"}, "names an operator twice"),
         ({}, {"M3HAL_CONFIG": "/nowhere.toml"}, "can't be read as TOML"),
     ],
 )
