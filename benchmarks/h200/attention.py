@@ -268,6 +268,7 @@ def insert(peer):
         width = (q_heads + 3 * heads + 1) * 128
         weights = [torch.randn(128, device=h.DEVICE, dtype=torch.bfloat16) * 0.1 for _ in range(4)]
         table = rope_table(65536, 64, 5e6, h.DEVICE)
+        narrow = table.bfloat16()  # the peer wants the row's dtype: half the bytes, and a rounded angle
         run = qk_norm_rope_insert.qk_norm_rope_insert(site)
         for tokens in (1, 64, 512, 8192):
             count = max(2, min(16, -(-2 * 10**8 // (tokens * width * 2))))
@@ -291,7 +292,7 @@ def insert(peer):
 
             def theirs(row):
                 op(
-                    row, weights[0], weights[1], table, positions, q_heads, heads, 64, site.eps, weights[2],
+                    row, weights[0], weights[1], narrow, positions, q_heads, heads, 64, site.eps, weights[2],
                     weights[3], heads, slots, slots, caches[1][0].buf, flat, 128, outs[1][0].view(tokens, -1),
                     outs[1][1].view(tokens, -1), "auto", False, None, 1.0, None, None,
                 )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 LOG2_E = 1.4426950408889634
+#: fp32 products are IEEE products: an engine in fp32 is compared exactly, so TF32 is no option
+DOT_PRECISION = "ieee"
 
 
 def power_of_two_below(value: int) -> int:
@@ -18,11 +20,6 @@ def common_power_of_two(*values: int) -> int:
     for value in values:
         bits |= value
     return bits & -bits
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """fp32 products are IEEE products here: an engine in fp32 is compared exactly, so TF32 is no option."""
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def multiprocessors(device: torch.device) -> int:

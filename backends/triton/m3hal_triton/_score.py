@@ -25,6 +25,7 @@ def score_few(
     block_table,
     first_block,
     scores,
+    blocks,  # that a row of scores has room for
     requests,
     q_token,
     q_head,
@@ -49,8 +50,6 @@ def score_few(
     EARLY: tl.constexpr,  # let the choice be launched now; it waits for this kernel's end by itself
 ):
     """Equal shares of all requests' blocks, by their real lengths, over whatever number of programs runs."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     b = tl.arange(0, REQUESTS)
     ends = tl.load(first_block + 1 + b, mask=b < requests, other=2**31 - 1)
@@ -100,9 +99,11 @@ def score_few(
             here = tl.reduce(dots, 0, _larger)
             best = tl.where(step % STEPS == 0, here, _larger(best, here))
             where = scores + token * score_token + head * score_head + tl.cast(block, tl.int64) * score_block
-            tl.store(where, best, mask=live)
+            tl.store(where, best, mask=live & (block + row * 0 < blocks))
 
         at = until
+    if EARLY:  # not at the start: programs that wait beside the readers cost these 3 % of their bandwidth
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -115,6 +116,7 @@ def score_many(
     scores,
     token_low,
     token_high,
+    blocks,  # that a row of scores has room for
     requests,
     q_token,
     q_head,
@@ -173,7 +175,7 @@ def score_many(
     )
     target = scores + (token - token_low) * score_token + head * score_head
 
-    visible = (seq_len - (last - newest)) // BLOCK + 1
+    visible = tl.minimum((seq_len - (last - newest)) // BLOCK + 1, blocks)
     share, shares = tl.program_id(1), tl.num_programs(1)
     low, high = share * visible // shares, (share + 1) * visible // shares
     everyone = tl.minimum(tl.maximum((seq_len - (last - first) + 1) // BLOCK, low), high)  # every row sees these whole

@@ -17,10 +17,10 @@ from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton._launch import (
+    DOT_PRECISION,
     LOG2_E,
     after,
     common_power_of_two,
-    dot_precision,
     multiprocessors,
     power_of_two_below,
     programmatic,
@@ -99,7 +99,7 @@ class _Run:
             WINDOW=site.window_left,
             SPLITS=splits,
             LSE=site.return_lse,
-            PRECISION=dot_precision(q.dtype),
+            PRECISION=DOT_PRECISION,
             EARLY=early,
             num_warps=8 if self._narrow or padded > 64 else 4,
             num_stages=2 if self._narrow else 3,

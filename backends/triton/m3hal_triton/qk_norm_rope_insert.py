@@ -1,7 +1,7 @@
-"""``qk_norm_rope_insert``: norm, rotation and cache insertion in one pass over the projection's row.
+"""``qk_norm_rope_insert``: norm, rotation and cache insertion in one pass over the projection's rows.
 
-A program takes one token and either a tile of query heads or all the rest of the row. Each head is read in three
-parts, the two halves that rotate against each other and what passes through, so that the pairs meet in registers.
+A program takes ROWS heads of one kind, over as many tokens as it needs. Each head is read in three parts, the two
+halves that rotate against each other and what passes through, so that the pairs meet in registers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from m3hal.layouts import PagedCache
 from m3hal.ops import QKNorms, load
 from m3hal.shape import Site
 
-#: query heads of one program
-TILE = 16
+#: heads of one program
+ROWS = 32
 
 
 def qk_norm_rope_insert(site: Site) -> partial[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -47,7 +47,13 @@ def _insert(
     k, v = kv.k, kv.v
     # without an indexer, its arguments are stand-ins that nothing reads
     index_k = index_cache.k if index_cache is not None else k
-    _token[(triton.cdiv(site.num_q_heads, TILE) + 1, qkv.shape[0])](
+    tokens = qkv.shape[0]
+    # programs of each kind of head, in the order of the row: q, k, v, index_q, index_k
+    heads = [site.num_q_heads, site.num_kv_heads, site.num_kv_heads]
+    heads += [site.num_index_heads, 1] if indexed else []
+    programs = [triton.cdiv(tokens * count, ROWS) for count in heads]
+    ends = [sum(programs[: i + 1]) for i in range(5)]
+    _heads[(ends[-1],)](
         qkv, norms.q, norms.k,
         norms.index_q if indexed else norms.q,
         norms.index_k if indexed else norms.k,
@@ -55,6 +61,7 @@ def _insert(
         index_slots if indexed else slots,
         q,
         index_q if indexed else q,
+        tokens, *ends[:4],
         *qkv.stride(), *cos_sin.stride(), *k.stride(), *v.stride(),
         index_k.stride(0), index_k.stride(2), index_k.stride(3),
         *q.stride(), *(index_q.stride() if indexed else q.stride()),
@@ -62,9 +69,7 @@ def _insert(
         Q_HEADS=site.num_q_heads,
         KV_HEADS=site.num_kv_heads,
         INDEX_HEADS=site.num_index_heads,
-        TILE=min(TILE, triton.next_power_of_2(site.num_q_heads)),
-        KV_PADDED=triton.next_power_of_2(site.num_kv_heads),
-        INDEX_PADDED=triton.next_power_of_2(max(site.num_index_heads, 1)),
+        ROWS=ROWS,
         DIM=site.head_dim,
         INDEX_DIM=site.index_dim or site.head_dim,
         HALF=site.rotary_dim // 2,
@@ -87,11 +92,15 @@ def _store(at, stride, first, second, rest, mask, HALF: tl.constexpr, REST: tl.c
 
 
 @triton.jit
-def _turned(at, stride, weight, cos, sin, eps, offset, mask, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
+def _turned(
+    at, stride, weight, angles, angle, eps, offset, mask, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
+):
     """Heads at pointers of their first elements [H, 1], normalised and rotated, in fp32: three parts."""
     half = tl.arange(0, HALF)
     first = tl.load(at + half[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + (HALF + half)[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(angles + half[None, :] * angle, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(angles + (HALF + half)[None, :] * angle, mask=mask, other=0.0).to(tl.float32)
     square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     rest = first
     if REST > 0:
@@ -107,7 +116,7 @@ def _turned(at, stride, weight, cos, sin, eps, offset, mask, DIM: tl.constexpr, 
 
 
 @triton.jit
-def _token(
+def _heads(
     qkv,
     q_weight,
     k_weight,
@@ -122,6 +131,11 @@ def _token(
     index_slots,
     q_out,
     index_q_out,
+    tokens,
+    q_end,
+    k_end,
+    v_end,
+    index_q_end,
     row_token,
     row_column,
     table_row,
@@ -148,55 +162,63 @@ def _token(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     INDEX_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    KV_PADDED: tl.constexpr,
-    INDEX_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
     DIM: tl.constexpr,
     INDEX_DIM: tl.constexpr,
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
     INDEX_PAGE: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
-    row = qkv + token * row_token
-    half = tl.arange(0, HALF)
-    angles = cos_sin + tl.load(positions + token).to(tl.int64) * table_row
-    cos = tl.load(angles + half * table_column).to(tl.float32)[None, :]
-    sin = tl.load(angles + (HALF + half) * table_column).to(tl.float32)[None, :]
     REST: tl.constexpr = DIM - 2 * HALF
-    if tile < tl.num_programs(0) - 1:
-        head = (tile * TILE + tl.arange(0, TILE))[:, None]
-        real = head < Q_HEADS
-        at = row + head * DIM * row_column
-        a, b, c = _turned(at, row_column, q_weight, cos, sin, eps, offset, real, DIM, HALF, REST)
+    INDEX_REST: tl.constexpr = INDEX_DIM - 2 * HALF
+    program = tl.program_id(0)
+    r = tl.arange(0, ROWS)[:, None]
+    if program < q_end:
+        item = program.to(tl.int64) * ROWS + r
+        token, head = item // Q_HEADS, item % Q_HEADS
+        real = token < tokens
+        angles = cos_sin + tl.load(positions + token, mask=real, other=0).to(tl.int64) * table_row
+        at = qkv + token * row_token + head * DIM * row_column
+        a, b, c = _turned(at, row_column, q_weight, angles, table_column, eps, offset, real, DIM, HALF, REST)
         _store(q_out + token * q_token + head * q_head, q_dim, a, b, c, real, HALF, REST)
-        return
-
-    head = tl.arange(0, KV_PADDED)[:, None]
-    slot = tl.load(slots + token).to(tl.int64)
-    kept = (head < KV_HEADS) & (slot + head * 0 >= 0)
-    page, place = slot // PAGE, slot % PAGE
-    at = row + (Q_HEADS + head) * DIM * row_column
-    a, b, c = _turned(at, row_column, k_weight, cos, sin, eps, offset, kept, DIM, HALF, REST)
-    _store(k_cache + page * k_page + head * k_head + place * k_slot, k_dim, a, b, c, kept, HALF, REST)
-    dim = tl.arange(0, DIM)[None, :]
-    value = tl.load(row + ((Q_HEADS + KV_HEADS + head) * DIM + dim) * row_column, mask=kept, other=0.0)
-    to = v_cache + page * v_page + head * v_head + place * v_slot + dim * v_dim
-    tl.store(to, value.to(v_cache.dtype.element_ty), mask=kept)
-
-    if INDEX_HEADS > 0:
-        INDEX_REST: tl.constexpr = INDEX_DIM - 2 * HALF
-        index_row = row + (Q_HEADS + 2 * KV_HEADS) * DIM * row_column
-        head = tl.arange(0, INDEX_PADDED)[:, None]
-        real = head < INDEX_HEADS
-        at = index_row + head * INDEX_DIM * row_column
-        a, b, c = _turned(at, row_column, index_q_weight, cos, sin, eps, offset, real, INDEX_DIM, HALF, INDEX_REST)
-        _store(index_q_out + token * iq_token + head * iq_head, iq_dim, a, b, c, real, HALF, INDEX_REST)
-        index_slot = tl.load(index_slots + token).to(tl.int64)
-        one = tl.zeros((1, 1), tl.int32)
-        kept = one + index_slot >= 0
-        at = index_row + (INDEX_HEADS + one) * INDEX_DIM * row_column
-        a, b, c = _turned(at, row_column, index_k_weight, cos, sin, eps, offset, kept, INDEX_DIM, HALF, INDEX_REST)
-        to = index_cache + index_slot // INDEX_PAGE * i_page + index_slot % INDEX_PAGE * i_slot + one
-        _store(to, i_dim, a, b, c, kept, HALF, INDEX_REST)
+    elif program < v_end:
+        item = tl.where(program < k_end, program - q_end, program - k_end).to(tl.int64) * ROWS + r
+        token, head = item // KV_HEADS, item % KV_HEADS
+        real = token < tokens
+        slot = tl.load(slots + token, mask=real, other=-1).to(tl.int64)
+        kept = real & (slot >= 0)
+        page, place = slot // PAGE, slot % PAGE
+        if program < k_end:
+            angles = cos_sin + tl.load(positions + token, mask=real, other=0).to(tl.int64) * table_row
+            at = qkv + token * row_token + (Q_HEADS + head) * DIM * row_column
+            a, b, c = _turned(at, row_column, k_weight, angles, table_column, eps, offset, kept, DIM, HALF, REST)
+            _store(k_cache + page * k_page + head * k_head + place * k_slot, k_dim, a, b, c, kept, HALF, REST)
+        else:
+            dim = tl.arange(0, DIM)[None, :]
+            value_at = qkv + token * row_token + ((Q_HEADS + KV_HEADS + head) * DIM + dim) * row_column
+            value_to = v_cache + page * v_page + head * v_head + place * v_slot + dim * v_dim
+            tl.store(value_to, tl.load(value_at, mask=kept, other=0.0).to(v_cache.dtype.element_ty), mask=kept)
+    elif INDEX_HEADS > 0:
+        row = qkv + (Q_HEADS + 2 * KV_HEADS) * DIM * row_column
+        if program < index_q_end:
+            item = (program - v_end).to(tl.int64) * ROWS + r
+            token, head = item // INDEX_HEADS, item % INDEX_HEADS
+            real = token < tokens
+            angles = cos_sin + tl.load(positions + token, mask=real, other=0).to(tl.int64) * table_row
+            at = row + token * row_token + head * INDEX_DIM * row_column
+            a, b, c = _turned(
+                at, row_column, index_q_weight, angles, table_column, eps, offset, real, INDEX_DIM, HALF, INDEX_REST
+            )
+            _store(index_q_out + token * iq_token + head * iq_head, iq_dim, a, b, c, real, HALF, INDEX_REST)
+        else:
+            token = (program - index_q_end).to(tl.int64) * ROWS + r
+            real = token < tokens
+            slot = tl.load(index_slots + token, mask=real, other=-1).to(tl.int64)
+            kept = real & (slot >= 0)
+            angles = cos_sin + tl.load(positions + token, mask=real, other=0).to(tl.int64) * table_row
+            at = row + token * row_token + INDEX_HEADS * INDEX_DIM * row_column
+            a, b, c = _turned(
+                at, row_column, index_k_weight, angles, table_column, eps, offset, kept, INDEX_DIM, HALF, INDEX_REST
+            )
+            to = index_cache + slot // INDEX_PAGE * i_page + slot % INDEX_PAGE * i_slot
+            _store(to, i_dim, a, b, c, kept, HALF, INDEX_REST)

@@ -12,13 +12,15 @@ from m3hal.dispatch.manifest import Kernel
 from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
-from m3hal_triton._launch import common_power_of_two, dot_precision, multiprocessors, programmatic
+from m3hal_triton._launch import DOT_PRECISION, common_power_of_two, multiprocessors, programmatic
 from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
 from m3hal_triton._score import score_few, score_many
 from m3hal_triton.topk_blocks import launch_topk
 
 #: query tokens of a request up to which all of them are rows of one tile
 FEW_TOKENS = 8
+#: blocks that a prefill's program takes at least, where the context has them
+MIN_SHARE = 4
 #: bytes of scores that prefill keeps before it chooses from them
 SCORE_BYTES = 128 << 20
 
@@ -75,7 +77,7 @@ class _Indexer:
         narrow = site.dtype == "float32"  # IEEE products of fp32 hold their operands in registers
         self._keys = min(common_power_of_two(site.block_size, 1 << 30), 32 if narrow else 128)
         self._narrow = narrow
-        self._rows = 32 if narrow else TUNING.rows
+        self._rows = 16 if narrow else TUNING.rows
 
     def _few(
         self, index_q: torch.Tensor, cache: PagedCache, batch: BatchPlan, scores: torch.Tensor, early: bool = False
@@ -92,6 +94,7 @@ class _Indexer:
             meta.block_table,
             batch.first_block,
             scores,
+            scores.shape[2],
             meta.seq_lens.shape[0],
             *index_q.stride(),
             keys.stride(0),
@@ -107,7 +110,7 @@ class _Indexer:
             PAGE=site.page_size,
             KEYS=self._keys,
             REQUESTS=triton.next_power_of_2(meta.seq_lens.shape[0]),
-            PRECISION=dot_precision(index_q.dtype),
+            PRECISION=DOT_PRECISION,
             EARLY=early,
             num_warps=TUNING.warps,
             num_stages=2 if self._narrow else TUNING.stages,
@@ -122,7 +125,7 @@ class _Indexer:
         requests = meta.seq_lens.shape[0]
         tiles = triton.cdiv(index_q.shape[0], self._rows // self._heads) + requests
         programs = TUNING.waves * multiprocessors(index_q.device)
-        shares = max(1, min(triton.cdiv(programs, tiles), scores.shape[2], 64))
+        shares = max(1, min(triton.cdiv(programs, tiles), scores.shape[2] // MIN_SHARE, 64))
         score_many[(tiles, shares)](
             index_q,
             keys,
@@ -132,6 +135,7 @@ class _Indexer:
             scores,
             low,
             high,
+            scores.shape[2],
             requests,
             *index_q.stride(),
             keys.stride(0),
@@ -146,7 +150,7 @@ class _Indexer:
             PAGE=site.page_size,
             KEYS=self._keys,
             REQUESTS=triton.next_power_of_2(requests),
-            PRECISION=dot_precision(index_q.dtype),
+            PRECISION=DOT_PRECISION,
             num_warps=4 if self._narrow else TUNING.prefill_warps,
             num_stages=2 if self._narrow else TUNING.prefill_stages,
         )

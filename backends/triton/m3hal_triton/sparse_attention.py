@@ -15,10 +15,10 @@ from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton import _sparse_prefill as prefill
 from m3hal_triton._launch import (
+    DOT_PRECISION,
     LOG2_E,
     after,
     common_power_of_two,
-    dot_precision,
     multiprocessors,
     power_of_two_below,
     programmatic,
@@ -169,7 +169,7 @@ class _Run:
             KEYS=self._keys,
             SPLITS=splits,
             LSE=site.return_lse,
-            PRECISION=dot_precision(q.dtype),
+            PRECISION=DOT_PRECISION,
             EARLY=early,
             num_warps=8 if self._narrow else (TUNING.warps if tile == 1 else TUNING.verify_warps),
             num_stages=2 if self._narrow else (TUNING.stages if tile == 1 else TUNING.verify_stages),
@@ -255,7 +255,7 @@ class _Run:
             BLOCK=site.block_size,
             PAGE=site.page_size,
             KEYS=site.block_size if whole else self._keys,
-            PRECISION=dot_precision(q.dtype),
+            PRECISION=DOT_PRECISION,
             num_warps=4 if self._narrow else TUNING.prefill_warps,
         )
         prefill.merge[(site.num_q_heads, count)](

@@ -1,0 +1,44 @@
+"""The kernels compile for GPUs that are not here, to the machine code that was meant."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled where there is no GPU; here they run")
+
+HERE = Path(__file__).parent
+#: matrix instructions of the kernels that multiply bf16, by target; small tiles stay on the older unit of a GPU
+MATRIX = {
+    "sm_90": ("HMMA", "HGMMA"),
+    "sm_100": ("HMMA", "UTCHMMA"),
+    "sm_103": ("HMMA", "UTCHMMA"),
+    "gfx950": ("v_mfma_f32_16x16x32_bf16", "v_mfma_f32_32x32x16_bf16"),
+}
+MULTIPLY = {"attend", "attend_block", "attend_dense", "score_few", "score_many"}
+#: kernels whose tile fills the newer unit
+WIDE = {"attend_block", "score_many"}
+
+
+@pytest.mark.parametrize("target", MATRIX)
+def test_machine_code(target):
+    """No spills, no fp64, and the intended matrix instruction in each kernel at the model's real shapes."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, str(HERE / "machine_code.py"), target]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert printed.returncode == 0, printed.stderr[-2000:]
+    entries = [json.loads(line) for line in printed.stdout.splitlines()]
+    assert {entry["kernel"] for entry in entries} >= MULTIPLY
+    for entry in entries:
+        what = f"{entry['kernel']} of {entry['case']} on {target}: {entry}"
+        found = entry["instructions"]
+        assert entry["spilled"] == 0, what
+        assert not any(name.startswith("D") or name.endswith("_f64") for name in found), what
+        if entry["kernel"] in MULTIPLY and "bf16" in entry["case"]:
+            assert any(name in found for name in MATRIX[target]), what
+            if entry["kernel"] in WIDE:
+                assert MATRIX[target][1] in found, what
