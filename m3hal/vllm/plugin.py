@@ -46,6 +46,7 @@ def _register() -> None:
 
     config.install(PUBLISHED)
     if version_refusal(vllm.__version__) is None:  # else the hook says so to whoever asks for m3hal
-        from m3hal.vllm import registry
+        from m3hal.vllm import quantization, registry
 
+        quantization.register()
         registry.install(PUBLISHED, OURS, f"m3hal.vllm.model:{OURS}")
