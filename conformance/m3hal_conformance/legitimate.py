@@ -1,8 +1,8 @@
 """Legitimate low-precision evaluations: what a good kernel computes, written apart from the definitions.
 
 Sums run in fp32 in another order than the definition's (lanes, split K, tiles of keys with an online softmax),
-exponents are base 2, matrix operands are rounded to the activation's format where a matrix unit would round them. Their error
-against the exact oracle is what bounds are derived from (:mod:`m3hal_conformance.calibrate`).
+exponents are base 2, matrix operands are rounded to the activation's format where a matrix unit would round them.
+Their error against the exact oracle is what bounds are derived from (:mod:`m3hal_conformance.calibrate`).
 """
 
 from __future__ import annotations

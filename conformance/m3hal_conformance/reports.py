@@ -134,7 +134,8 @@ def page(claim: Mapping[str, Any], results: Sequence[Result]) -> str:
     style = (
         "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222}"
         "table{border-collapse:collapse;font-size:14px}td,th{padding:.2em .7em;border-bottom:1px solid #ddd;"
-        "text-align:left;vertical-align:top}.bad{color:#a40000}.good{color:#006b2d}code{background:#f2f2f2;padding:.1em .3em;"
+        "text-align:left;vertical-align:top}.bad{color:#a40000}.good{color:#006b2d}"
+        "code{background:#f2f2f2;padding:.1em .3em;"
         "overflow-wrap:anywhere}.fail{border-left:4px solid #a40000;padding-left:1em;margin:1.2em 0}"
     )
     title = f"{verdict}: {claim['backend']} on {claim['device']}"

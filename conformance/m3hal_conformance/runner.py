@@ -139,9 +139,16 @@ class Runner:
         """A second layer of the model, whose every constant differs, is bound beside the first."""
         site = case.site
         other = replace(
-            site, eps=10 * site.eps, scale=0.5 * site.scale, weight_offset=1.0 - site.weight_offset,
-            alpha=site.alpha / 2, beta=site.beta + 1, limit=site.limit / 2, routed_scale=site.routed_scale + 1, causal=not site.causal,
-        )  # fmt: skip
+            site,
+            eps=10 * site.eps,
+            weight_offset=1.0 - site.weight_offset,
+            scale=0.5 * site.scale,
+            causal=not site.causal,
+            alpha=0.5 * site.alpha,
+            beta=site.beta + 1,
+            limit=0.5 * site.limit,
+            routed_scale=site.routed_scale + 1,
+        )
         with suppress(Unsupported, M3halError):
             self._bind(case.operator, other, case.layout)
 
