@@ -18,7 +18,7 @@ from m3hal_conformance.buckets import _is_token_axis
 from m3hal_conformance.checks import _same, check
 from m3hal_conformance.compare import Score
 from m3hal_conformance.decoder import Page, decode_slot
-from m3hal_conformance.trees import tensors
+from m3hal_conformance.trees import map_tensors, tensors
 from m3hal_conformance.trial import CheckFailed, Trial
 
 #: rows that are tried alone: ends, and the neighbours of powers of two that kernels tile by
@@ -184,6 +184,29 @@ def packed_once(trial: Trial) -> None:
 
 
 @check
+def updated_weights(trial: Trial) -> list[Score] | None:
+    """Experts replaced inside the packed weights, in place, give what packing them anew gives; others stay."""
+    bound, inputs = trial.bound, trial.inputs
+    if bound.prepare_weights is None or bound.update_weights is None:
+        return None
+    first, count = 2, 2
+    fresh = _on(trial.case.inputs(trial.seed + 1)["experts"], trial.device)
+    packed = bound.prepare_weights(_on(inputs["experts"], trial.device))
+    part = map_tensors(fresh, lambda tensor: tensor[first : first + count].clone())
+    bound.update_weights(packed, first, part)
+    mixed = map_tensors(inputs["experts"], Tensor.clone)
+    for (_, target), (_, source) in zip(tensors(mixed), tensors(part), strict=True):
+        target[first : first + count] = source.cpu()
+    oracle = oracles.exact(trial.operator, trial.case.site, {**inputs, "experts": mixed})
+    arguments = [*_on({n: v for n, v in inputs.items() if n != "experts"}, trial.device).values(), packed]
+    options = {}
+    if bound.workspace_bytes:
+        options["workspace"] = torch.zeros(bound.workspace_bytes, dtype=torch.uint8, device=trial.device)
+    out = bound.run(*arguments, **options)
+    return replace_exact(trial, oracle).require({"out": out.cpu()}, "after two experts were updated in place")
+
+
+@check
 def host_bound(trial: Trial) -> list[Score] | None:
     """A host bound below a live length is refused, or does no harm; it never reads or writes past what it sized."""
     meta: SeqMeta = trial.inputs["meta"]
@@ -277,8 +300,6 @@ def replace_exact(trial: Trial, oracle: dict[str, Tensor]) -> Trial:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    from m3hal_conformance.trees import map_tensors
-
     return map_tensors(value, lambda t: t.to(device))
 
 

@@ -102,7 +102,7 @@ def _route() -> list[Case]:
         *q("fused_row", lambda r, s: {**_logits(9)(r, s), "logits": in_wide_row(_logits(9)(r, s)["logits"])},
            bugs=("F65",), quick=True),
         *q("every_other_row", lambda r, s: {**_logits(9)(r, s), "logits": every_other(_logits(9)(r, s)["logits"], 0)},
-           bugs=("F65",)),
+           bugs=("F65",), quick=True),
         *q("one_token", _logits(1), bugs=("F32",), quick=True),
         *q("no_token", _logits(0), bugs=("F30",), quick=True),
     ]  # fmt: skip
@@ -258,7 +258,8 @@ def _moe() -> list[Case]:
     return [
         *q("real_tp8", _moe_inputs(6, _hot, H, 384, real=True), input_class="real", **real),
         *q("real_decode", _moe_inputs(1, _spread, H, 384, real=True), input_class="real", **real),
-        *q("hot_expert", _moe_inputs(17, _hot), also=("permuted_rows", "permuted_experts", "packed_once"), quick=True,
+        *q("hot_expert", _moe_inputs(17, _hot), also=("permuted_rows", "permuted_experts", "packed_once",
+           "updated_weights"), quick=True,
            bugs=("F31", "F05")),
         *q("few_resident", _moe_inputs(33, _spread), also=("expert_slices", "row_alone"), bugs=("F29", "F31", "F43"),
            quick=True),

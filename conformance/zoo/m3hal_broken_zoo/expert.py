@@ -377,6 +377,24 @@ def moe_experts_unpacks_wrong(site, right):
     return Kernel(run, prepare_weights=pack, unpack=lambda p: ExpertWeights(torch.cat(p[0].chunk(2, 1)[::-1], 1), p[1]))
 
 
+@mutant("moe_experts", "hot_expert:updated_weights", "F46", raw=True)
+def moe_experts_updates_from_zero(site, right):
+    """An update of some experts is written from the first expert on."""
+
+    def pack(experts):
+        return [experts.w13.clone(), experts.w2.clone()]
+
+    def update(packed, first, experts):
+        packed[0][: len(experts.w13)] = experts.w13
+        packed[1][: len(experts.w2)] = experts.w2
+
+    def run(x, weights, ids, packed, out=None):
+        made = right(x, weights, ids, ExpertWeights(*packed))
+        return made if out is None else out.copy_(made)
+
+    return Kernel(run, prepare_weights=pack, update_weights=update)
+
+
 @mutant("moe_experts", "every_chunk:oracle", "F59")
 def moe_experts_short_hidden(site, right):
     """The last 64 columns of the hidden size are left out of the first product."""
