@@ -19,7 +19,8 @@ in fp32 (in fp64 for fp64 inputs) and rounds once. Positional arguments arrive w
 are static: they are known when the model is built and are attributes of `m3hal.Site` by the same name.
 
 How an implementation is compared with the definition: **X** bit-exact; **U1** within one unit in the last place of
-bf16 (fp32: a row bound); **C1** within one code step; **R** worst-row relative L2 error within a derived bound; **S** a selection, by score regret.
+bf16 (fp32: a row bound); **C1** within one code step; **R** worst-row relative L2 error within a derived bound;
+**S** a selection, by score regret.
 """
 
 
