@@ -25,6 +25,7 @@ from m3hal.cli import (
     explain,
     new_backend,
     operators,
+    replay,
     validate,
 )
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError
@@ -41,6 +42,7 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
     "conform": conform,
     "claim": claim,
+    "replay": replay,
     "new-backend": new_backend,
     "convert": convert,
     "validate": validate,
