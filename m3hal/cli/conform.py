@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", action="append", default=[], metavar="OPERATOR", help="only its cases; may be repeated")
     parser.add_argument("--case", action="append", default=[], metavar="ID", help="a case, or the beginning of its id")
     parser.add_argument("--quick", action="store_true", help="the small cases only")
-    parser.add_argument("--seed", type=int, default=0, help="other numbers of the same structure (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="other numbers of the same structure (default: %(default)s)"
+    )
     parser.add_argument("--waivers", metavar="FILE", help="TOML: known failures, each with an issue and an expiry")
     parser.add_argument("--list", action="store_true", help="print the ids of the cases and run none")
     parser.add_argument("--json", metavar="FILE", help="write the claim")
