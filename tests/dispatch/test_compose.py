@@ -106,6 +106,23 @@ def test_workspaces_and_batch_plans_of_parts(toy: Any, make: Any, shape: ModelSh
     assert seen["scores"] == seen["topk"] == 1024
 
 
+def test_batch_plans_of_parts_lie_apart(toy: Any, make: Any, inputs: Any) -> None:
+    """Two parts that plan get storage of their own: what one writes, the other doesn't see."""
+
+    def planning(mark: int) -> Callable[..., Kernel]:
+        def plan_batch(meta: SeqMeta, storage: torch.Tensor) -> torch.Tensor:
+            return storage.fill_(mark)
+
+        return lambda site: Kernel(print, plan_batch=plan_batch, plan_bytes=300)
+
+    toy("acme", block_scores=planning(1), topk_blocks=planning(2))
+    bound = make().bind("select_blocks", "sparse_attention")
+    batch = bound.plan_batch(inputs[2], torch.zeros(bound.plan_bytes, dtype=torch.uint8))
+    assert batch.plans["block_scores"].unique().tolist() == [1]
+    assert batch.plans["topk_blocks"].unique().tolist() == [2]
+    assert {plan.numel() for plan in batch.plans.values()} == {300}
+
+
 def test_composition_of_references_is_the_definition(make: Any, shape: ModelShape) -> None:
     """qk_norm_rope_insert of the reference rounds once, as defined, not after each part."""
     bound = make_reference(shape).bind("qk_norm_rope_insert", "dense_attention")

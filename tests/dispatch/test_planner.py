@@ -277,6 +277,9 @@ def test_plan_is_deterministic_and_frozen(toy: Any, make: Callable[..., Any]) ->
     assert first.to_json() == second.to_json()
     assert first.fingerprint != make({"backend": "reference"}).fingerprint
     assert first.fingerprint != make({"backend": "acme,reference"}, device="cuda:sm_90").fingerprint
+    # with the same implementations: the policy alone, and the layout alone
+    assert make().fingerprint != make({"min_level": "declared"}).fingerprint
+    assert make(cache_layouts=("hnd",)).fingerprint != make(cache_layouts=("nhd",)).fingerprint
     with pytest.raises(AttributeError):
         first.device = "cuda:sm_90"
     assert pickle.loads(pickle.dumps(make())).fingerprint == make().fingerprint
