@@ -84,3 +84,19 @@ def test_the_gaudi2_profile_says_the_same_numbers(
     folder = convert(quark, tmp_path / "fp8", GAUDI2).target
     found = engine("quantised", checkpoint=folder, prompts=prompts[:2])
     assert [c["tokens"] for c in found["completions"]] == [c["tokens"] for c in plain["completions"][:2]]
+
+
+@pytest.mark.slow
+def test_two_ranks(engine: Any, decoded: Path, quark: Path, prompts: Any) -> None:
+    """Each rank converts whole rows and keeps its slice: two ranks on MXFP4 are two ranks on BF16, bit for bit."""
+    found = [
+        engine(
+            "quantised",
+            env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            checkpoint=folder,
+            prompts=prompts[:2],
+            settings={"tensor_parallel_size": 2, **extra},
+        )["completions"]
+        for folder, extra in ((decoded, {}), (quark, {"quantization": "m3hal_fp8"}))
+    ]
+    assert found[0] == found[1]

@@ -9,11 +9,13 @@ from _engine import complete, main, start
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    llm = start(job["checkpoint"], dtype="bfloat16", **job.get("settings", {}))
+    settings = job.get("settings", {})
+    llm = start(job["checkpoint"], dtype="bfloat16", **settings)
     model = llm.llm_engine.vllm_config.model_config
+    one_rank = settings.get("tensor_parallel_size", 1) == 1
     return {
         "completions": complete(llm, job["prompts"]),
-        "parameters": llm.apply_model(digests)[0],
+        "parameters": llm.apply_model(digests)[0] if one_rank else {},
         "architecture": model.architecture,
         "quantization": model.quantization,
     }
