@@ -18,26 +18,23 @@ from m3hal.checkpoint.convert import GAUDI2, HOPPER, InexactError, convert
 from m3hal.checkpoint.synthetic import Synthetic, write
 from tests.checkpoint.conftest import SMALL
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; `make setup` installs it", allow_module_level=True)
-
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_w8a8_fp8,
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make setup` installs it"
 )
-from vllm.model_executor.model_loader import weight_utils
-from vllm.model_executor.model_loader.ep_weight_filter import compute_local_expert_ids
-
-from m3hal.vllm.quantization import M3halFp8Config
-from tests.checkpoint import vllm_experts
-
 LAYER = "language_model.model.layers.1.block_sparse_moe."
 
 
-@pytest.fixture(autouse=True)
-def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU has no kernel for FP8 per channel; loading needs none."""
+@pytest.fixture
+def vllm_experts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The CPU has no kernel for FP8 per channel; loading needs none. Imported late: vLLM makes every fork slower."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8,
+    )
+
+    from tests.checkpoint import vllm_experts
+
     monkeypatch.setattr(compressed_tensors_moe_w8a8_fp8, "select_fp8_moe_backend", lambda **_: (None, None))
+    return vllm_experts
 
 
 @pytest.fixture(scope="module", params=[GAUDI2, HOPPER], ids=lambda profile: profile.name)
@@ -48,14 +45,25 @@ def converted(request: pytest.FixtureRequest, source: Path, tmp_path_factory: py
 
 def iterate(folder: Path, local: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """vLLM's iterator over a checkpoint."""
+    from vllm.model_executor.model_loader import weight_utils
+
     files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
     return weight_utils.safetensors_weights_iterator(files, False, local_expert_ids=local)  # type: ignore[no-any-return]
 
 
-def compressed_tensors(folder: Path) -> CompressedTensorsConfig:
+def compressed_tensors(folder: Path) -> Any:
     """What vLLM makes of the checkpoint's own quantization_config."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
     config = json.loads((folder / "config.json").read_text())
     return CompressedTensorsConfig.from_config(config["quantization_config"])
+
+
+def m3hal_fp8(folder: Path) -> Any:
+    """What ``--quantization m3hal_fp8`` makes of an MXFP4 checkpoint's."""
+    from m3hal.vllm.quantization import M3halFp8Config
+
+    return M3halFp8Config.from_config(json.loads((folder / "config.json").read_text())["quantization_config"])
 
 
 def decoded(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +74,7 @@ def decoded(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def test_compressed_tensors_takes_the_checkpoint(converted: Path, tmp_path: Path) -> None:
+def test_compressed_tensors_takes_the_checkpoint(vllm_experts: Any, converted: Path, tmp_path: Path) -> None:
     """FP8 experts per channel; every parameter written, with the source's numbers, gate first, then up."""
     layer = vllm_experts.build(compressed_tensors(converted))
     assert type(layer.quant_method).__name__ == "CompressedTensorsW8A8Fp8MoEMethod"
@@ -125,8 +133,13 @@ class CountingReader:
 
 
 @pytest.mark.parametrize("rank", [0, 5, 7])
-def test_a_rank_reads_its_own_experts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_a_rank_reads_its_own_experts_only(
+    vllm_experts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
     """``--enable-ep-weight-filter`` on 8 ranks: codes of 2 of 16 experts, all scales, everything that is no expert."""
+    from vllm.model_executor.model_loader import weight_utils
+    from vllm.model_executor.model_loader.ep_weight_filter import compute_local_expert_ids
+
     folder = convert(write(tmp_path / "source", MANY), tmp_path / "fp8", GAUDI2).target
     everything = {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
     read: Counter[str] = Counter()
@@ -152,12 +165,11 @@ def test_a_rank_reads_its_own_experts_only(tmp_path: Path, monkeypatch: pytest.M
         assert torch.equal(w2[slot], part["w2"] * scale["w2"])
 
 
-def test_converting_at_load_time_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
+def test_converting_at_load_time_gives_the_same_bytes(vllm_experts: Any, source: Path, tmp_path: Path) -> None:
     """``--quantization m3hal_fp8`` on MXFP4 against stock compressed-tensors on the converter's output, all ranks."""
     offline = convert(source, tmp_path / "fp8", HOPPER).target
-    config = json.loads((source / "config.json").read_text())["quantization_config"]
     for rank in range(3):
-        loaded = vllm_experts.build(M3halFp8Config.from_config(config), ranks=3, rank=rank)
+        loaded = vllm_experts.build(m3hal_fp8(source), ranks=3, rank=rank)
         vllm_experts.fill(loaded, iterate(source, {rank}))
         stock = vllm_experts.build(compressed_tensors(offline), ranks=3, rank=rank)
         vllm_experts.fill(stock, iterate(offline, {rank}))
@@ -168,10 +180,9 @@ def test_converting_at_load_time_gives_the_same_bytes(source: Path, tmp_path: Pa
             assert not ours.isnan().any()
 
 
-def test_scales_may_come_first(source: Path, tmp_path: Path) -> None:
+def test_scales_may_come_first(vllm_experts: Any, source: Path) -> None:
     """The order of a checkpoint's tensors does not matter."""
-    config = json.loads((source / "config.json").read_text())["quantization_config"]
-    layers = [vllm_experts.build(M3halFp8Config.from_config(config)) for _ in range(2)]
+    layers = [vllm_experts.build(m3hal_fp8(source)) for _ in range(2)]
     weights = list(iterate(source))
     vllm_experts.fill(layers[0], weights)
     vllm_experts.fill(layers[1], reversed(weights))
@@ -179,10 +190,9 @@ def test_scales_may_come_first(source: Path, tmp_path: Path) -> None:
         assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
-def test_a_row_too_wide_is_refused_at_load_time(source: Path) -> None:
+def test_a_row_too_wide_is_refused_at_load_time(vllm_experts: Any, source: Path) -> None:
     """With layer, expert, matrix, row and block."""
-    config = json.loads((source / "config.json").read_text())["quantization_config"]
-    layer = vllm_experts.build(M3halFp8Config.from_config(config))
+    layer = vllm_experts.build(m3hal_fp8(source))
     name = LAYER + "experts.1.w1.weight_scale"
     weights = {key: tensor.clone() for key, tensor in iterate(source)}
     weights[name][7, 2] = 150
