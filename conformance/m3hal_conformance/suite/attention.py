@@ -214,6 +214,7 @@ def _sparse() -> list[Case]:
            quick=True),
         *q("chunks", _inputs([(24, 600), (9, 140)], _few), also=("chunked",), input_class="blocks", bugs=("F22",),
            quick=True),
+        *q("chunk_130", _inputs([(130, 1500), (3, 300)], _few), checks=LIGHT, input_class="blocks", bugs=("F68",)),
         *q("newest_only", _inputs(RAGGED, _newest_only), input_class="blocks", bugs=("F13",), quick=True),
         *q("empty_rows", _inputs(RAGGED, _nothing), input_class="blocks", bugs=("F14", "F13"), quick=True),
         *q("few_of_many", _inputs(long, _few), input_class="blocks", bugs=("F13",), quick=True),

@@ -156,6 +156,12 @@ def _twice(rng: Rng, tokens: int) -> tuple[Tensor, Tensor]:
     return weights, ids
 
 
+def _in_turn(rng: Rng, tokens: int) -> tuple[Tensor, Tensor]:
+    """Every expert in its turn, the last one too."""
+    ids = (torch.arange(tokens)[:, None] + torch.tensor([0, 3, 5, 6])) % EXPERTS
+    return rng.uniform(0.25, 1, tokens, 4), ids.int()
+
+
 def _nowhere(rng: Rng, tokens: int) -> tuple[Tensor, Tensor]:
     return torch.full((tokens, 4), NAN), torch.full((tokens, 4), -1, dtype=torch.int32)
 
@@ -261,6 +267,7 @@ def _moe() -> list[Case]:
         *q("hot_expert", _moe_inputs(17, _hot), also=("permuted_rows", "permuted_experts", "packed_once",
            "updated_weights"), quick=True,
            bugs=("F31", "F05")),
+        *q("every_expert", _moe_inputs(16, _in_turn), quick=True, also=("permuted_rows",), bugs=("F31",)),
         *q("few_resident", _moe_inputs(33, _spread), also=("expert_slices", "row_alone"), bugs=("F29", "F31", "F43"),
            quick=True),
         *q("all_on_one", _moe_inputs(64, _all_on_one), bugs=("F31",), quick=True),

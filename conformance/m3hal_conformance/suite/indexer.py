@@ -217,6 +217,7 @@ def _select() -> list[Case]:
            bugs=("F20",), quick=True),
         *q("init_1_local_2", _needles([(2, 3000), (1, 200)]), init_blocks=1, local_blocks=2, input_class="needles"),
         *q("shared_pages", _shared_pages, input_class="needles", bugs=("F21",)),
+        *q("chunk_130", _needles([(130, 2600), (3, 300)]), checks=LIGHT, input_class="needles", bugs=("F68",)),
         *q("stray_tokens", lambda r, s: with_strays(_needles([(2, 2500), (1, 129)])(r, s)), input_class="needles",
            bugs=("F14",), quick=True),
         *q("page_64", _needles([(2, 2500)]), page_size=64, input_class="needles", bugs=("F25",)),

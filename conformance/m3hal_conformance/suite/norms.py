@@ -137,6 +137,8 @@ def _add_rms_norm() -> list[Case]:
         *q("odd_rows", _pair_of(_odd_rows), quick=True, also=ROWS, bugs=("F73",)),
         *q("cancelling", _cancelling, quick=True, input_class="cancelling"),
         *q("strided", _wide_pair, bugs=("F65",)),
+        *q("three_axes", lambda r, s: {n: t.view(2, 3, H) if t.ndim == 2 else t for n, t in _pair(r, s, 6).items()},
+           quick=True),
         *q("weight_minus_one", lambda r, s: {**_pair(r, s, 5), "weight": torch.full((H,), -1.0, dtype=dtype_of(s))},
            bugs=("F71",)),
         *q("weight_zero", lambda r, s: {**_pair(r, s, 5), "weight": torch.zeros(H, dtype=dtype_of(s))},

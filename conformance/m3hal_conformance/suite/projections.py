@@ -98,6 +98,7 @@ def _quantize() -> list[Case]:
             f"to_{to}_strided", lambda r, s: {"x": column_major(_numbers(r))}, activation_format=to, bugs=("F65",)
         )
         cases += q(f"to_{to}_no_token", lambda r, s: {"x": _numbers(r)[:0]}, activation_format=to, bugs=("F30",))
+        cases += q(f"to_{to}_three_axes", lambda r, s: {"x": r.normal(2, 3, 64)}, activation_format=to, quick=True)
         cases += q(f"to_{to}_hidden", lambda r, s: {"x": r.normal(7, H)}, activation_format=to, also=("permuted_rows",))
     return cases
 

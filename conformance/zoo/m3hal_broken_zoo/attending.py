@@ -344,6 +344,19 @@ def sparse_attention_strays_unmasked(site, right):
     return run
 
 
+@mutant("sparse_attention", "chunk_130:oracle", "F68")
+def sparse_attention_one_list_per_tile(site, right):
+    """From 128 query tokens on, a tile of two tokens shares the block list of its first."""
+
+    def run(q, kv, ids, meta):
+        if meta.max_q < 128:
+            return right(q, kv, ids, meta)
+        first = torch.arange(len(q)) // 2 * 2
+        return right(q, kv, ids[first], meta)
+
+    return run
+
+
 @mutant("sparse_attention", "shared_pages:oracle", "F21")
 def sparse_attention_one_owner_per_page(site, right):
     """A page belongs to the first request that has it; others read zeros."""

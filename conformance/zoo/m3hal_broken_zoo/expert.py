@@ -395,6 +395,16 @@ def moe_experts_updates_from_zero(site, right):
     return Kernel(run, prepare_weights=pack, update_weights=update)
 
 
+@mutant("moe_experts", "every_expert:oracle", "F46")
+def moe_experts_last_expert(site, right):
+    """The last expert has the weights of the one before."""
+
+    def run(x, weights, ids, experts):
+        return right(x, weights, torch.where(ids == len(experts.w13) - 1, ids - 1, ids).int(), experts)
+
+    return run
+
+
 @mutant("moe_experts", "every_chunk:oracle", "F59")
 def moe_experts_short_hidden(site, right):
     """The last 64 columns of the hidden size are left out of the first product."""

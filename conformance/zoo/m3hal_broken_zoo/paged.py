@@ -134,6 +134,18 @@ def kv_write_clears_page(site, right):
     return run
 
 
+@mutant("kv_write", "tokens_200:oracle", "F68")
+def kv_write_128_tokens(site, right):
+    """A grid of 128 threads: tokens from the 129th on are not written."""
+    return _through(right, lambda cache, k, v, slots: (cache, k[:128], v if v is None else v[:128], slots[:128]))
+
+
+@mutant("kv_read", "tokens_200:oracle", "F68")
+def kv_read_128_tokens(site, right):
+    """Tokens from the 129th on read what the one 128 before them reads."""
+    return lambda cache, slots: right(cache, torch.cat([slots[:128], slots[: max(len(slots) - 128, 0)]]))
+
+
 @mutant("kv_write", "no_token:oracle", "F30")
 def kv_write_no_token(site, right):
     """The first slot is looked at before the number of tokens."""

@@ -657,6 +657,12 @@ def swiglu_oai_no_token(site, right):
     return lambda x: right(x) if float(x.flatten()[0]) < float("inf") or True else x
 
 
+@mutant("swiglu_oai", "three_axes:oracle")
+def swiglu_oai_two_axes(site, right):
+    """The second axis is taken for the last one."""
+    return lambda x: right(x) if x.ndim == 2 else right(x.transpose(0, 1)).transpose(0, 1).flip(1).contiguous()
+
+
 @mutant("swiglu_oai", "strided:oracle", "F65")
 def swiglu_oai_assumes_contiguous(site, right):
     """Rows are read as if x were contiguous."""

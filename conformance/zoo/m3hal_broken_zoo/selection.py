@@ -285,6 +285,41 @@ def topk_blocks_head_major_if_square(site, right):
     return run
 
 
+@mutant("topk_blocks", "tokens_130:oracle", "F68")
+def topk_blocks_second_tile(site, right):
+    """Rows from the 65th on rank by the scores of the row 64 before."""
+
+    def run(s, v):
+        moved = torch.cat([s[:64], s[: max(len(s) - 64, 0)]]) if len(s) > 64 else s
+        return right(moved, v)
+
+    return run
+
+
+@mutant("merge_topk", "tokens_130:oracle", "F68")
+def merge_topk_second_tile(site, right):
+    """Rows from the 65th on lose the offers of the last rank."""
+
+    def run(s, i, v):
+        i = i.clone()
+        i[-1, 64:] = -1
+        return right(s, i, v)
+
+    return run
+
+
+@mutant("select_blocks", "chunk_130:oracle", "F68")
+def select_blocks_second_tile(site, right):
+    """Query tokens from the 129th on get the blocks of the 128th."""
+
+    def run(q, c, m):
+        y = right(q, c, m)
+        y[128:130] = y[127:128]
+        return y
+
+    return run
+
+
 @mutant("topk_blocks", "head_major:oracle", "F08")
 def topk_blocks_dense_scores(site, right):
     """Scores are read as if they were contiguous."""
