@@ -247,6 +247,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: config_with(folder, lambda config: config["text_config"].update(num_local_experts=4)),
         "lacks w1 of expert 3",
     ),
+    "a layer that is not there": (
+        lambda folder: config_with(folder, lambda config: config["text_config"]["moe_layer_freq"].append(1)),
+        "layer 3 has no routed MXFP4 experts",
+    ),
     "another hidden size": (
         lambda folder: config_with(folder, lambda config: config["text_config"].update(hidden_size=256)),
         "config.json asks for",

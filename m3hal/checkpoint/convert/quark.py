@@ -204,6 +204,10 @@ def _require_whole_experts(quantised: tuple[Quantised, ...], config: Mapping[str
         raise ConversionError("the checkpoint has no routed MXFP4 expert; there is nothing to convert")
     if not isinstance(experts, int):
         raise ConversionError("config.json has no num_local_experts, so missing experts could not be noticed")
+    numbers = {int(layer.rpartition(".layers.")[2].partition(".")[0]) for layer in layers}
+    for number, has_experts in enumerate(text.get("moe_layer_freq") or ()):
+        if has_experts and number not in numbers:
+            raise ConversionError(f"layer {number} has no routed MXFP4 experts; download the checkpoint again")
     for layer, have in layers.items():
         for part in ("w1", "w2", "w3"):
             missing = [expert for expert in range(experts) if (expert, part) not in have]
