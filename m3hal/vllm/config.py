@@ -47,9 +47,12 @@ def _before(architecture: str) -> Any:
 
 
 def is_selected(additional_config: Any, environ: Mapping[str, str]) -> bool:
-    """Whether the user mentioned m3hal: a key ``m3hal`` in ``--additional-config``, or any ``M3HAL_`` variable."""
+    """Whether the user mentioned m3hal: a key ``m3hal`` in ``--additional-config``, or a set ``M3HAL_`` variable.
+
+    An empty variable is no mention, as it is no value to :class:`m3hal.Policy`.
+    """
     asked = isinstance(additional_config, dict) and "m3hal" in additional_config
-    return asked or any(name.startswith("M3HAL_") for name in environ)
+    return asked or any(value and name.startswith("M3HAL_") for name, value in environ.items())
 
 
 def configure(vllm_config: Any, environ: Mapping[str, str]) -> None:

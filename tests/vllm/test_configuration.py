@@ -67,9 +67,9 @@ def test_served_by_m3hal_as_text_only(found: Any, case: str) -> None:
     assert (found[case]["architecture"], found[case]["class"], found[case]["multimodal"]) == (OURS, OURS, False)
 
 
-@pytest.mark.parametrize("case", ["not asked for", "backend vllm"])
+@pytest.mark.parametrize("case", ["not asked for", "empty variables", "backend vllm"])
 def test_stock_model_stays(found: Any, case: str) -> None:
-    """Without a word about m3hal, or with backend 'vllm', vLLM's class, name and images stay, and nothing is said."""
+    """Without a value for m3hal, or with backend 'vllm', vLLM's class, name and images stay, and nothing is said."""
     kept = found[case]
     assert (kept["architecture"], kept["architectures"], kept["class"]) == (PUBLISHED, [PUBLISHED], "Stock")
     assert kept["multimodal"] is True

@@ -118,6 +118,8 @@ def left_alone(ask: Asker) -> None:
         ask("asked for, stock class works")
         with mock.patch.dict(os.environ, {"M3HAL_BACKEND": "reference"}):
             ask("asked for by the environment", additional_config={})
+        with mock.patch.dict(os.environ, {"M3HAL_BACKEND": "", "M3HAL_CONFIG": ""}):
+            ask("empty variables", additional_config={})
 
 
 @dataclass(frozen=True)
