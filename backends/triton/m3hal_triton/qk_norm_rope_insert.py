@@ -16,8 +16,9 @@ from m3hal.layouts import PagedCache
 from m3hal.ops import QKNorms, load
 from m3hal.shape import Site
 
-#: heads of one program
-ROWS = 32
+#: heads of one program, and its warps, found on an H200
+ROWS = 16
+WARPS = 4
 
 
 def qk_norm_rope_insert(site: Site) -> partial[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -75,7 +76,7 @@ def _insert(
         HALF=site.rotary_dim // 2,
         PAGE=kv.layout.page_size,
         INDEX_PAGE=index_cache.layout.page_size if index_cache is not None else 1,
-        num_warps=4,
+        num_warps=WARPS,
     )  # fmt: skip
     return result
 
@@ -99,8 +100,9 @@ def _turned(
     half = tl.arange(0, HALF)
     first = tl.load(at + half[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + (HALF + half)[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
-    cos = tl.load(angles + half[None, :] * angle, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(angles + (HALF + half)[None, :] * angle, mask=mask, other=0.0).to(tl.float32)
+    # an absent head's angles are those of position 0
+    cos = tl.load(angles + half[None, :] * angle).to(tl.float32)
+    sin = tl.load(angles + (HALF + half)[None, :] * angle).to(tl.float32)
     square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     rest = first
     if REST > 0:
@@ -177,7 +179,10 @@ def _heads(
         item = program.to(tl.int64) * ROWS + r
         token, head = item // Q_HEADS, item % Q_HEADS
         real = token < tokens
-        angles = cos_sin + tl.load(positions + token, mask=real, other=0).to(tl.int64) * table_row
+        turning = token
+        if Q_HEADS % ROWS == 0:  # all heads are one token's, and share its angles
+            turning = program.to(tl.int64) * ROWS // Q_HEADS + tl.zeros((1, 1), tl.int64)
+        angles = cos_sin + tl.load(positions + turning, mask=turning < tokens, other=0).to(tl.int64) * table_row
         at = qkv + token * row_token + head * DIM * row_column
         a, b, c = _turned(at, row_column, q_weight, angles, table_column, eps, offset, real, DIM, HALF, REST)
         _store(q_out + token * q_token + head * q_head, q_dim, a, b, c, real, HALF, REST)
