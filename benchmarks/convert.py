@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -81,7 +80,6 @@ def measure(folder: Path, source: Path, repeats: int, workers: int) -> dict[str,
         "seconds": {name: [round(value, 2) for value in times] for name, times in runs.items()},
         "median_MB_per_s": {name: round(value / 1e6) for name, value in rate.items()},
         "convert_to_cp": round(rate["convert"] / rate["cp"], 3),
-        "worker_peak_MB": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3),
         "real_checkpoint_minutes": {
             "1 worker": round(real / rate["convert, one worker"] / 60, 1),
             "16 workers, a core each and a disk that keeps up": round(real / rate["convert, one worker"] / 60 / 16, 1),
