@@ -61,6 +61,8 @@ def test_real_sizes_are_asked():
         assert found.get("tokens", 0) <= MAX_TOKENS
         assert found.get("requests", 0) <= MAX_SEQS
         assert found.get("context", 0) <= MAX_CONTEXT
+        if case.operator == "topk_blocks":
+            assert case.inputs()["scores"].shape[-1] * case.site.block_size <= case.site.max_context, case.id
 
 
 @pytest.mark.parametrize(

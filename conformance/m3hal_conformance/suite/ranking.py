@@ -68,6 +68,7 @@ def _mostly_nan(rng: Rng, *shape: int) -> Tensor:
 
 def _topk() -> list[Case]:
     def q(name: str, make: Any, **options: Any) -> list[Case]:
+        options = {"max_context": 1 << 20, **options}  # 8,192 blocks
         return ask("topk_blocks", name, make, kind="sparse_attention", dtypes=ONE, **options)
 
     def strided(rng: Rng, site: Site) -> Inputs:
@@ -102,8 +103,9 @@ def _topk() -> list[Case]:
         *q("wide_all_equal", _scores(lambda r, *s: torch.zeros(s), wide, 8192, heads=1), quick=True,
            bugs=("F15", "F16")),
         *q("beyond_16_bits", _scores(lambda r, *s: torch.arange(s[-1]).expand(s) * 1.0, [65600, 65536], 65600,
-           heads=1), bugs=("F15",)),
-        *q("beyond_16_bits_random", _scores(_normal, [70000], 70000, heads=1), bugs=("F15",), quick=True),
+           heads=1), max_context=1 << 24, bugs=("F15",)),
+        *q("beyond_16_bits_random", _scores(_normal, [70000], 70000, heads=1), max_context=1 << 24, bugs=("F15",),
+           quick=True),
         *q("init_1_local_2", _scores(_worst_local, VISIBLE, 40), init_blocks=1, local_blocks=2),
         *q("init_2_best_elsewhere", _scores(_normal, VISIBLE, 40), init_blocks=2, local_blocks=1),
         *q("top_8", _scores(_normal, VISIBLE, 40), top_k_blocks=8),
@@ -152,7 +154,7 @@ def _whole(ranks: int, fill: Any, visible: list[int], name: str):  # type: ignor
 
 def _merge() -> list[Case]:
     def q(name: str, make: Any, **options: Any) -> list[Case]:
-        return ask("merge_topk", name, make, kind="sparse_attention", dtypes=ONE, **options)
+        return ask("merge_topk", name, make, kind="sparse_attention", dtypes=ONE, max_context=1 << 20, **options)
 
     cases = []
     for ranks in (2, 4, 8):
