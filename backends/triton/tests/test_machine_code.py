@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled where there is no GPU; here they run")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled where there is no GPU; here they run"),
+]
 
 HERE = Path(__file__).parent
 #: matrix instructions of the kernels that multiply bf16, by target; small tiles stay on the older unit of a GPU
