@@ -112,8 +112,19 @@ def arguments(name, tokens, dtype):
 @pytest.mark.parametrize("name", ops.NAMES)
 def test_the_fake_is_the_definition_without_numbers(name, tokens, dtype):
     """Shape, dtype and strides of every output, also of none at all and of zero tokens; nothing is computed."""
+    assert_fake_agrees(name, *arguments(name, tokens, dtype))
+
+
+@pytest.mark.parametrize("name", ops.NAMES)
+def test_the_fake_knows_the_exact_oracle(name):
+    """The same when the tensors that arrive per step are fp64."""
+    inputs, statics = arguments(name, 5, torch.float32)
+    wide = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    assert_fake_agrees(name, wide, statics)
+
+
+def assert_fake_agrees(name, inputs, statics):
     operator = ops.load(name)
-    inputs, statics = arguments(name, tokens, dtype)
     real, fake = operator.reference(*inputs, **statics), operator.fake(*inputs, **statics)
     assert type(real) is type(fake)
     real, fake = dict(tensors(real, "out")), dict(tensors(fake, "out"))
