@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
@@ -24,16 +25,35 @@ class Failure:
 def attempt(function: Callable[..., Result], *arguments: object) -> Result | Failure:
     """The result, or the Failure. KeyboardInterrupt is the user's, and goes through.
 
-    Everything else is caught: sys.exit is, and panics of Rust extensions, which are no Exception. What is printed
-    goes to stderr, as stdout may carry JSON.
+    Everything else is caught: sys.exit is, and panics of Rust extensions, which are no Exception. What Python prints
+    meanwhile goes to stderr, as stdout may carry JSON.
     """
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _stdout_to_stderr():
             return function(*arguments)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         return Failure(f"raised {_told(error)}", traceback.format_exc(), error)
+
+
+_lock = threading.Lock()
+_stdouts: list[Any] = []
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """contextlib.redirect_stdout for threads that overlap: the last to leave restores what the first one found."""
+    with _lock:
+        _stdouts.append(_stdouts[0] if _stdouts else sys.stdout)
+        sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        with _lock:
+            found = _stdouts.pop()
+            if not _stdouts:
+                sys.stdout = found
 
 
 def _told(error: BaseException) -> str:

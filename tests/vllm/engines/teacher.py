@@ -1,4 +1,4 @@
-"""One bf16 engine: the log-probabilities of given continuations."""
+"""One bf16 engine: the log-probabilities of given continuations, and in which dtypes its parameters are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     for output, prompt, text in zip(outputs, job["prompts"], texts, strict=True):
         rest = range(len(prompt), len(text))
         scores.append([output.prompt_logprobs[at][text[at]].logprob for at in rest])
-    return {"scores": scores}
+    return {"scores": scores, "dtypes": llm.apply_model(dtypes)[0]}
+
+
+def dtypes(model: Any) -> dict[str, list[str]]:
+    """Of the routers' parameters, and of all others."""
+    found: dict[str, list[str]] = {"router": [], "other": []}
+    for name, parameter in model.named_parameters():
+        is_router = ".gate." in name or name.endswith("e_score_correction_bias")
+        found["router" if is_router else "other"].append(str(parameter.dtype))
+    return found
 
 
 if __name__ == "__main__":
