@@ -38,8 +38,17 @@ def test_not_by_a_single_check(operator):
     assert len(single) <= SINGLE.get(operator, 0), single
 
 
-#: mutants that one check of one case kills alone, by operator: the pages past 31 bits are asked about in bf16 only
-SINGLE: dict[str, int] = {"kv_write": 1, "block_scores": 1, "sparse_attention": 1, "paged_attention": 1, "quantize": 1}
+#: mutants that one check of one case kills alone, by operator: pages past 31 bits are asked about in bf16 only, and
+#: rankings, whose scores are fp32 at every site, in one format
+SINGLE: dict[str, int] = {
+    "kv_write": 1,
+    "block_scores": 1,
+    "sparse_attention": 1,
+    "paged_attention": 1,
+    "quantize": 1,
+    "merge_topk": 1,
+    "topk_blocks": 1,
+}
 
 
 def test_at_most_ten_by_a_single_check():
