@@ -72,9 +72,12 @@ class _Run:
         site, meta = self._site, batch.meta
         result = self._fake(q, kv, meta) if out is None else out
         requests = meta.seq_lens.shape[0]
-        if not q.shape[0] or not requests or workspace is None:
-            return result
         output, lse = result if site.return_lse else (result, result)
+        if not q.shape[0] or not requests:
+            output.zero_()
+            if site.return_lse:
+                lse.fill_(float("-inf"))
+            return result
         tile = power_of_two_below(min(triton.next_power_of_2(max(meta.max_q, 1)), self._tile))
         chunks = triton.cdiv(max(meta.max_q, 1), tile)
         programs = requests * chunks * site.num_kv_heads

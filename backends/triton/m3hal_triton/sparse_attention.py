@@ -116,10 +116,14 @@ class _Run:
         workspace: torch.Tensor | None = None,
     ) -> Output:
         result = self._fake(q, kv, block_ids, batch.meta) if out is None else out
+        output, lse = result if self._site.return_lse else (result, result)
         if q.shape[0] and batch.meta.seq_lens.shape[0]:
             run = self._decode if batch.meta.max_q <= FEW_TOKENS else self._prefill
-            output, lse = result if self._site.return_lse else (result, result)
             run(q, kv, block_ids, batch, output, lse, workspace)
+        else:
+            output.zero_()
+            if self._site.return_lse:
+                lse.fill_(float("-inf"))
         return result
 
     def _decode(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]

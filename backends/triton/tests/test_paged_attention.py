@@ -4,6 +4,7 @@ import pytest
 import torch
 from attention_cases import BOUND, Batch, double, plan, poisoned, sparse_site, workspace, worst_row
 from m3hal_triton.paged_attention import paged_attention
+from m3hal_triton.sparse_attention import sparse_attention
 
 from m3hal.ops import load
 
@@ -41,3 +42,16 @@ def test_groups(group):
     out = kernel.run(q, kv, plan(kernel, batch.meta), workspace=workspace(kernel))
     exact = op.reference(q.double(), double(kv), batch.meta, **op.static_values(site))
     assert worst_row(out, exact) <= BOUND[torch.bfloat16]
+
+
+def test_no_requests():
+    """Tokens without any request are rows of zeros, in both attention operators."""
+    site = sparse_site(torch.float32, causal=True, window_left=-1, return_lse=True)
+    batch = Batch(site, [], torch.float32, extra_tokens=3)
+    q, kv = batch.queries(4, 32), batch.cache(2, 32, True)
+    for make, extra in ((paged_attention, ()), (sparse_attention, (batch.block_ids(2),))):
+        kernel = make(site)
+        out, lse = poisoned(3, 4, 32, dtype=torch.float32), poisoned(3, 4, dtype=torch.float32)
+        kernel.run(q, kv, *extra, plan(kernel, batch.meta), out=(out, lse), workspace=workspace(kernel))
+        assert not out.any()
+        assert torch.isneginf(lse).all()
