@@ -1,6 +1,6 @@
 """What portable Triton kernels offer to MiniMax-M3, as data."""
 
-from m3hal.dispatch.manifest import Impl, Manifest, at_least, at_most, multiple_of, one_of
+from m3hal.dispatch.manifest import Impl, Limit, Manifest, at_least, at_most, multiple_of, one_of
 
 _PLAIN = one_of("dtype", "float32", "bfloat16")
 _HEADS = (
@@ -17,6 +17,23 @@ _SHARED = ("_plan.py", "_launch.py")
 
 _ROW = (_PLAIN, at_most("hidden_size", 16384))
 _CACHE_PAGES = ("hnd", "nhd")
+
+
+def _by_dtype(path: str, limits: tuple[Limit, ...], predicate: str, files: tuple[str, ...]) -> tuple[Impl, ...]:
+    """Attention rounds its probabilities to bf16 before they meet bf16 values, and not at all in fp32."""
+    return tuple(
+        Impl(
+            path,
+            limits=(one_of("dtype", dtype), *limits),
+            predicate=predicate,
+            traits=traits,
+            layouts=_CACHE_PAGES,
+            files=files,
+            name=dtype,
+        )
+        for dtype, traits in (("bfloat16", {"p_dtype": "bfloat16"}), ("float32", {}))
+    )
+
 
 MANIFEST = Manifest(
     name="triton",
@@ -66,25 +83,17 @@ MANIFEST = Manifest(
         ),
         "topk_blocks": (Impl("m3hal_triton.topk_blocks:topk_blocks", limits=_RANKED, files=("_choose.py",)),),
         "merge_topk": (Impl("m3hal_triton.topk_blocks:merge_topk", limits=_RANKED, files=("_choose.py",)),),
-        "sparse_attention": (
-            Impl(
-                "m3hal_triton.sparse_attention:sparse_attention",
-                limits=(_PLAIN, _CACHE, *_HEADS, *_BLOCKS),
-                predicate="m3hal_triton.limits:attention",
-                traits={"p_dtype": "bfloat16"},
-                layouts=_CACHE_PAGES,
-                files=("_sparse_decode.py", "_sparse_prefill.py", *_SHARED),
-            ),
+        "sparse_attention": _by_dtype(
+            "m3hal_triton.sparse_attention:sparse_attention",
+            limits=(_CACHE, *_HEADS, *_BLOCKS),
+            predicate="m3hal_triton.limits:attention",
+            files=("_sparse_decode.py", "_sparse_prefill.py", *_SHARED),
         ),
-        "paged_attention": (
-            Impl(
-                "m3hal_triton.paged_attention:paged_attention",
-                limits=(_PLAIN, _CACHE, *_HEADS),
-                predicate="m3hal_triton.limits:cache",
-                traits={"p_dtype": "bfloat16"},
-                layouts=_CACHE_PAGES,
-                files=("_sparse_decode.py", *_SHARED),
-            ),
+        "paged_attention": _by_dtype(
+            "m3hal_triton.paged_attention:paged_attention",
+            limits=(_CACHE, *_HEADS),
+            predicate="m3hal_triton.limits:cache",
+            files=("_sparse_decode.py", *_SHARED),
         ),
     },
 )
