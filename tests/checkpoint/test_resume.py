@@ -193,3 +193,81 @@ def test_one_at_a_time(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "_LOCK_PATIENCE", 0.1)
     with run._working(paths, True), pytest.raises(ConversionError, match="another process is converting"):
         convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
+
+
+@pytest.mark.parametrize("inside", ["", "deeper"])
+def test_a_source_where_the_work_folder_would_be_is_refused(tiny: Path, tmp_path: Path, inside: str) -> None:
+    """A source named TARGET.converting, or in such a folder, is not taken for an unfinished conversion and removed."""
+    own = Path(shutil.copytree(tiny, tmp_path / "fp8.converting" / inside))
+    for resume in (False, True):
+        with pytest.raises(ConversionError, match="name another target"):
+            convert(own, tmp_path / "fp8", GAUDI2, resume=resume)
+    assert digest(own) == digest(tiny)
+
+
+def test_a_strangers_folder_is_not_continued(tiny: Path, tmp_path: Path) -> None:
+    """TARGET.converting with other files than a conversion's: nothing of it is removed."""
+    (tmp_path / "fp8.converting").mkdir()
+    (tmp_path / "fp8.converting" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConversionError, match="other files"):
+        convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
+    assert (tmp_path / "fp8.converting" / "thesis.tex").exists()
+
+
+def test_a_complete_target_of_another_profile_is_not_this_ones_success(tiny: Path, tmp_path: Path) -> None:
+    """--resume finds a complete target only if it is what was asked for; it has then checked no checksum itself."""
+    convert(tiny, tmp_path / "fp8", GAUDI2)
+    with pytest.raises(ConversionError, match="complete, with another profile"):
+        convert(tiny, tmp_path / "fp8", HOPPER, resume=True)
+    again = convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
+    assert (again.fresh, again.checked) == (0, 0)
+    (tmp_path / "fp8" / "m3hal_conversion.json").write_text("[")
+    with pytest.raises(ConversionError, match="complete, with another made_by"):
+        convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
+
+
+@pytest.mark.parametrize(
+    "line", ["7", "{}", '{"report": 3}', '{"report": {"name": "model-1"}, "sources": {}}', '{"report": {"nam": 1}}']
+)
+def test_foreign_journal_lines_are_ignored(
+    tiny: Path, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    """JSON that is no line of ours, between lines that are."""
+    stop_after(2, monkeypatch, tiny, tmp_path / "fp8")
+    journal = tmp_path / "fp8.converting" / "journal.jsonl"
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join([lines[0], line, *lines[1:]]) + "\n")
+    done = convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
+    assert done.fresh == done.shards - 2
+    assert digest(tmp_path / "fp8") == whole
+
+
+def test_a_finished_shard_that_was_written_to_since_is_written_again(
+    tiny: Path, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the right size, with other bytes."""
+    stop_after(3, monkeypatch, tiny, tmp_path / "fp8")
+    shard = sorted((tmp_path / "fp8.converting" / "checkpoint").glob("*.safetensors"))[0]
+    with shard.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    done = convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
+    assert done.fresh == done.shards - 2
+    assert digest(tmp_path / "fp8") == whole
+
+
+def test_a_run_that_waited_for_another_does_not_work_in_its_removed_folder(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock it got in the end is no longer the work folder's."""
+    stop_after(1, monkeypatch, tiny, tmp_path / "fp8")
+    take = run._take
+
+    def slowly(lock: int, paths: run.Paths) -> None:
+        monkeypatch.setattr(run, "_take", take)
+        convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
+        take(lock, paths)
+
+    monkeypatch.setattr(run, "_take", slowly)
+    with pytest.raises(ConversionError, match="just finished"):
+        convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)

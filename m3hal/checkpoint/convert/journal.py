@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,19 @@ class Journal:
             )
         wanted = {shard.name: shard for shard in shards}
         for line in lines[1:]:
-            report, shard = ShardReport(**line["report"]), wanted[line["report"]["name"]]
-            path = folder / shard.name
-            if line["sources"] == made_from(source, shard) and path.exists() and path.stat().st_size == shard.size:
-                exponents = {int(key): count for key, count in report.scale_exponents.items()}
-                self.finished[shard.name] = ShardReport(**{**asdict(report), "scale_exponents": exponents})
+            try:
+                report = ShardReport(**line["report"])
+                shard, exponents = wanted[report.name], {int(k): int(n) for k, n in report.scale_exponents.items()}
+                whole = line["sources"] == made_from(source, shard) and line["written"] == _stamp(folder / shard.name)
+            except (KeyError, TypeError, ValueError, AttributeError, FileNotFoundError):
+                continue  # no line of ours, or its shard is gone: written again
+            if whole:
+                self.finished[shard.name] = replace(report, scale_exponents=exponents)
 
-    def finish(self, source: Source, shard: Shard, report: ShardReport) -> None:
+    def finish(self, source: Source, shard: Shard, report: ShardReport, folder: Path) -> None:
         """Records a shard that has its final bytes and its name."""
-        self._append({"report": asdict(report), "sources": made_from(source, shard)})
+        written = _stamp(folder / shard.name)
+        self._append({"report": asdict(report), "sources": made_from(source, shard), "written": written})
         self.finished[shard.name] = report
 
     def _append(self, values: Mapping[str, Any]) -> None:
@@ -73,17 +77,23 @@ def identity(source: Source, profile: Profile, version: str) -> dict[str, Any]:
 
 
 def made_from(source: Source, shard: Shard) -> dict[str, list[int]]:
-    """Size and time of change of the source files behind a shard."""
+    """Size in bytes and time of change in nanoseconds of the source files behind a shard."""
     names = {shard.name} | {where.shard for matrix in shard.matrices for where in (matrix.codes, matrix.scales)}
-    found = {name: os.stat(source.folder / name) for name in sorted(names)}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+    return {name: _stamp(source.folder / name) for name in sorted(names)}
+
+
+def _stamp(path: Path) -> list[int]:
+    found = os.stat(path)
+    return [found.st_size, found.st_mtime_ns]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
-            found.append(json.loads(line))
+            values = json.loads(line)
         except ValueError:
             continue
+        if isinstance(values, dict):
+            found.append(values)
     return found

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from m3hal import __version__
 from m3hal.checkpoint.convert import config as written
@@ -24,6 +26,7 @@ from m3hal.checkpoint.convert.sums import SUMS, known_sums
 from m3hal.checkpoint.convert.workers import Job, run_jobs
 
 _LOCK_PATIENCE = 5.0  # seconds in which the workers of a killed run notice
+_OURS = {"checkpoint", "journal.jsonl", "lock"}  # what lies in the work folder
 _COPY = 8 << 20
 
 
@@ -43,6 +46,11 @@ class Paths:
     def checkpoint(self) -> Path:
         """What becomes the target by a rename."""
         return self.work / "checkpoint"
+
+    @property
+    def lock(self) -> Path:
+        """Held while a run works."""
+        return self.work / "lock"
 
     @property
     def journal(self) -> Path:
@@ -73,26 +81,47 @@ def convert(folder: Path, target: Path, profile: Profile, *, workers: int = 1, r
     paths = resolve(folder, target)
     source = open_source(paths.source)
     shards = plan_shards(source)
-    expected = known_sums(paths.source, source.shards)
-    size, fresh = sum(shard.size for shard in shards), 0
-    if not _is_complete(paths, resume):
-        with _working(paths, resume):
-            journal = Journal(paths.journal, identity(source, profile, __version__))
-            journal.resume(source, shards, paths.checkpoint) if resume else journal.start()
-            fresh = len(shards) - len(journal.finished)
-            _convert_shards(paths, source, shards, profile, journal, expected, workers)
-            _write_rest(paths, source, shards, profile, journal)
-            os.rename(paths.checkpoint, paths.target)
-            sync_folder(paths.target.parent)
-    shutil.rmtree(paths.work, ignore_errors=True)
-    return Done(paths.target, len(shards), fresh, len(expected), size, time.monotonic() - start)
+    try:
+        fresh = _complete(paths, source, shards, profile, workers, resume)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ConversionError(
+            f"{paths.target} can't be completed: {where}{error.strerror}; mend that, then continue with --resume"
+        ) from None
+    checked = len(fresh & known_sums(paths.source, source.shards).keys())
+    size = sum(shard.size for shard in shards)
+    return Done(paths.target, len(shards), len(fresh), checked, size, time.monotonic() - start)
+
+
+def _complete(
+    paths: Paths, source: Source, shards: tuple[Shard, ...], profile: Profile, workers: int, resume: bool
+) -> set[str]:
+    """Names of the shards that this run wrote; none when the target was complete already."""
+    names = identity(source, profile, __version__)
+    if _is_complete(paths, names, resume):
+        if paths.work.exists():
+            with _working(paths, resume):
+                _remove(paths)
+        return set()
+    with _working(paths, resume):
+        journal = Journal(paths.journal, names)
+        journal.resume(source, shards, paths.checkpoint) if resume else journal.start()
+        fresh = {shard.name for shard in shards}.difference(journal.finished)
+        _convert_shards(paths, source, shards, profile, journal, workers)
+        _write_rest(paths, source, shards, profile, journal)
+        os.rename(paths.checkpoint, paths.target)
+        sync_folder(paths.target.parent)
+        _remove(paths)
+    return fresh
 
 
 def resolve(folder: Path, target: Path) -> Paths:
-    """Absolute paths. Raises ConversionError for a target inside the source, which is only ever read."""
+    """Absolute paths. Raises ConversionError where writing the target, or clearing up after it, would touch SRC."""
     paths = Paths(folder.resolve(), target.resolve())
     if paths.target.is_relative_to(paths.source):
         raise ConversionError(f"{target} lies inside {folder}, which is only read; name a folder elsewhere")
+    if paths.source.is_relative_to(paths.work):
+        raise ConversionError(f"{folder} lies in {paths.work}, where the conversion would work; name another target")
     return paths
 
 
@@ -125,14 +154,35 @@ def nearest_folder(path: Path) -> Path:
     return next(parent for parent in path.parents if parent.exists())
 
 
-def _is_complete(paths: Paths, resume: bool) -> bool:
+def _is_complete(paths: Paths, names: Mapping[str, Any], resume: bool) -> bool:
     if not paths.target.exists():
         return False
-    if resume and (paths.target / written.RECORD).exists():
-        return True  # killed after the last rename, if at all
+    if resume and (paths.target / written.RECORD).exists():  # killed after the last rename, if at all
+        found, want = _record(paths), written.record(names, ())
+        changed = [key for key in ("made_by", "profile", "source_header_sha256") if found.get(key) != want[key]]
+        if not changed:
+            return True
+        raise ConversionError(f"{paths.target} is complete, with another {' and '.join(changed)}; name a new folder")
     if paths.target.is_dir() and not any(paths.target.iterdir()):
         return False
     raise ConversionError(f"{paths.target} exists; name a new folder, or delete it")
+
+
+def _record(paths: Paths) -> dict[str, Any]:
+    try:
+        found = json.loads((paths.target / written.RECORD).read_bytes())
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _remove(paths: Paths) -> None:
+    """What this conversion made beside the target, and nothing that it didn't. Called with the lock held."""
+    shutil.rmtree(paths.checkpoint, ignore_errors=True)
+    paths.journal.unlink(missing_ok=True)
+    paths.lock.unlink(missing_ok=True)
+    with suppress(OSError):
+        paths.work.rmdir()
 
 
 @contextmanager
@@ -140,9 +190,13 @@ def _working(paths: Paths, resume: bool) -> Iterator[None]:
     """The work folder, with a lock that dies with the last process of a run, without what a killed run left open."""
     if paths.work.exists() and not resume:
         raise ConversionError(f"{paths.work} holds an unfinished conversion; continue it with --resume, or delete it")
+    if paths.work.exists() and not {path.name for path in paths.work.iterdir()} <= _OURS:
+        raise ConversionError(f"{paths.work} holds other files than a conversion's; move it away, or name a new folder")
     paths.checkpoint.mkdir(parents=True, exist_ok=True)
-    with open(paths.work / "lock", "w") as lock:
+    with open(paths.lock, "w") as lock:
         _take(lock.fileno(), paths)
+        if not paths.lock.exists() or not os.path.samestat(os.fstat(lock.fileno()), paths.lock.stat()):
+            raise ConversionError(f"another process has just finished in {paths.work}; look at {paths.target}")
         for leftover in paths.checkpoint.rglob("*.partial"):
             leftover.unlink()
         yield
@@ -165,9 +219,9 @@ def _convert_shards(
     shards: tuple[Shard, ...],
     profile: Profile,
     journal: Journal,
-    expected: dict[str, str],
     workers: int,
 ) -> None:
+    expected = known_sums(paths.source, source.shards)
     left = [shard for shard in shards if shard.name not in journal.finished]
     require_room(paths, sum(shard.size for shard in left))
     bar = ProgressBar(sum(shard.size for shard in shards))
@@ -176,7 +230,7 @@ def _convert_shards(
         (Job(paths.source, paths.checkpoint, shard, profile, expected.get(shard.name)) for shard in left),
         workers,
         bar.add,
-        lambda shard, report: journal.finish(source, shard, report),
+        lambda shard, report: journal.finish(source, shard, report, paths.checkpoint),
     )
     bar.close()
 
