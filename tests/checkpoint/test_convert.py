@@ -561,3 +561,31 @@ def test_rounding_a_checkpoint_to_mxfp4() -> None:
     block = np.zeros((1, 32))
     block[0, :6] = 4.0, 0.25, 0.75, 2.5, -5.0, 7.9
     assert mxfp4.dequantize(*mxfp4.quantize(block))[0, :6].tolist() == [4.0, 0.0, 1.0, 2.0, -4.0, 6.0]
+
+
+@pytest.mark.parametrize("place", ["/proc/fp8", "file/fp8"])
+def test_a_folder_that_can_not_be_made(source: Path, tmp_path: Path, place: str) -> None:
+    """One sentence that names the folder, not a traceback."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConversionError, match=r"can't be completed: .*fp8"):
+        convert(source, tmp_path / place, GAUDI2)
+
+
+def test_a_source_that_can_not_be_read_a_second_time(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An I/O error in the thread that computes the checksum stops the conversion; no shard goes unchecked."""
+    from m3hal.checkpoint.convert import workers
+
+    def failing(path: Path, expected: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(workers, "check_sum", failing)
+    with pytest.raises(ConversionError, match="can't be read: Input/output error"):
+        convert(source, tmp_path / "fp8", GAUDI2)
+
+
+def test_files_are_not_executable(source: Path, tmp_path: Path) -> None:
+    """Weights are data."""
+    target = convert(source, tmp_path / "fp8", GAUDI2).target
+    assert not any(path.stat().st_mode & 0o111 for path in target.iterdir())

@@ -67,7 +67,8 @@ class Output:
         self.path = path
         self._partial = partial_path(path)
         with _writing(path, size):
-            self._file = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
+            self._file = os.open(self._partial, flags, 0o666)
             os.truncate(self._partial, size)
         self._size, self._since_flush = size, 0
 

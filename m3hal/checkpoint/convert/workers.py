@@ -123,6 +123,8 @@ class _Check:
                 check_sum(job.folder / job.shard.name, job.expected)
         except ConversionError as error:
             self._error = error
+        except OSError as error:  # a thread's exception would be lost, and the shard named unchecked
+            self._error = ConversionError(f"{job.folder / job.shard.name} can't be read: {error.strerror}")
 
     def join(self) -> None:
         self._thread.join()
