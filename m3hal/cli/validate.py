@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"{folder} is not a folder; name a checkpoint's folder")
     if arguments.workers < 1:
         raise ConfigurationError(f"--workers {arguments.workers} leaves nobody to work; give 1 or more")
+    if arguments.sample is not None and arguments.sample < 1:
+        raise ConfigurationError(f"--sample {arguments.sample} compares no matrix; give 1 or more")
     if arguments.self_test:
         return _self_test(arguments)
     verdict = validate.validate(

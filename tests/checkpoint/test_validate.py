@@ -8,17 +8,22 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import m3hal.checkpoint.validate
 from m3hal.checkpoint.convert import GAUDI2, HOPPER, convert
+from m3hal.checkpoint.synthetic import write
 from m3hal.checkpoint.validate import Kind, checks, self_test, tables, validate
 from m3hal.checkpoint.validate.reader import Folder
 from m3hal.checkpoint.validate.selftest import CORRUPTIONS
 from m3hal.cli import main
+from tests.checkpoint.conftest import SMALL
 
 EXPERT = "language_model.model.layers.1.block_sparse_moe.experts.1."
 
@@ -154,3 +159,121 @@ def test_tables_against_ml_dtypes() -> None:
     differ = ~((tables.e4m3(True) == ocp) | (np.isnan(tables.e4m3(True)) & np.isnan(ocp)))
     assert np.flatnonzero(differ).tolist() == [*range(0x78, 0x7F), *range(0xF8, 0xFF)]
     assert np.array_equal(tables.E2M1, every[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float64))
+
+
+CONFIGS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "attention taken for FP8": lambda quant: quant["ignore"].remove("re:.*self_attn.*"),
+    "the head taken for FP8": lambda quant: quant["ignore"].remove("re:.*lm_head"),
+    "an expert ignored by its name": lambda quant: quant["ignore"].append(EXPERT + "w1"),
+    "an unreadable pattern": lambda quant: quant["ignore"].append("re:("),
+    "a number among the patterns": lambda quant: quant["ignore"].append(3),
+    "no ignore list": lambda quant: quant.update(ignore=None),
+    "groups in a list": lambda quant: quant.update(config_groups=[1]),
+    "an unknown flavor": lambda quant: quant.update(fp8_dtype_flavor="float8_e5m2"),
+    "a cache scheme that the source hasn't": lambda quant: quant.update(kv_cache_scheme={"num_bits": 8}),
+    "another status": lambda quant: quant.update(quantization_status="frozen"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_describes_other_tensors(broken: Path, source: Path, case: str) -> None:
+    """All that an engine acts on is looked at, for every matrix, and nothing in it ends in a traceback."""
+    config = json.loads((broken / "config.json").read_text())
+    CONFIGS[case](config["quantization_config"])
+    (broken / "config.json").write_text(json.dumps(config))
+    assert validate(broken, source).exit_code == Kind.CONFIG
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_a_second_quantization_config(broken: Path, source: Path, where: str) -> None:
+    """One that engines may prefer to the first; or none where the source has it."""
+    config = json.loads((broken / "config.json").read_text())
+    if where == "inside":
+        config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    else:
+        config["quantization_config"] = "fp8"
+    (broken / "config.json").write_text(json.dumps(config))
+    assert validate(broken, source).exit_code == Kind.CONFIG
+
+
+@pytest.mark.parametrize("values", [{"weight_map": [1]}, {"weight_map": None}, {"metadata": [1]}, {"metadata": None}])
+def test_an_index_of_other_types(broken: Path, source: Path, values: dict[str, Any]) -> None:
+    """A list or null where an object belongs is a fault of the index."""
+    path = broken / "model.safetensors.index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    assert validate(broken, source).exit_code == Kind.INDEX
+
+
+HEADERS: dict[str, Callable[[str], str]] = {
+    "nested too deeply": lambda text: "[" * 200_000 + "]" * 200_000,
+    "offsets that are no integers": lambda text: text.replace('"data_offsets":[0,', '"data_offsets":[0.0,', 1),
+    "an extent beyond 64 bits": lambda text: text.replace('"shape":[', '"shape":[36893488147419103232,', 1),
+    "something named twice": lambda text: text.replace('"dtype":', '"dtype":"U8","dtype":', 1),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_odd_headers(broken: Path, source: Path, case: str) -> None:
+    """Unreadable, not a traceback."""
+    shard = sorted(broken.glob("*.safetensors"))[0]
+    whole = shard.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    text = HEADERS[case](whole[8 : 8 + length].decode())
+    assert text.encode() != whole[8 : 8 + length]
+    shard.write_bytes(len(text).to_bytes(8, "little") + text.encode() + whole[8 + length :])
+    assert validate(broken, source).exit_code == Kind.UNREADABLE
+
+
+def test_a_folder_named_like_a_shard(broken: Path, source: Path) -> None:
+    """Is unreadable as one."""
+    (broken / "more.safetensors").mkdir()
+    assert validate(broken, source).exit_code == Kind.UNREADABLE
+
+
+def test_the_source_must_be_mxfp4(converted: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Source and target exchanged are one clear fault; so is a source without experts, which would ask for nothing."""
+    assert "are the folders swapped?" in str(validate(source, converted).faults[0])
+    assert "are the folders swapped?" in str(validate(converted, converted).faults[0])
+    assert main(["validate", str(converted), "--source", str(source), "--sample", "0"]) == 2
+    assert "compares no matrix" in capsys.readouterr().err
+
+
+def test_a_source_without_experts(tmp_path: Path) -> None:
+    """Nothing to compare is not valid."""
+    plain = write(tmp_path / "bf16", SMALL, layout="bf16")
+    assert "has no MXFP4 expert" in str(validate(plain, plain).faults[0])
+
+
+def decoded(folder: Path, module: str, swap: bool = False) -> npt.NDArray[np.float64]:
+    """A matrix of the source in float64; swap: the high nibble first, which is wrong."""
+    views = Folder(folder).tensors
+    codes = np.array(views[module + ".weight"].rows())
+    codes = (codes >> 4) | (codes << 4) if swap else codes
+    return tables.mxfp4(codes, np.array(views[module + ".weight_scale"].rows()))
+
+
+def quantised(values: npt.NDArray[np.float64], top: float) -> tuple[bytes, bytes]:
+    """A careless converter: a power-of-two scale per row from its largest number, and a cast that rounds."""
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is a development dependency")
+    scale = 2.0 ** np.floor(np.log2(np.abs(values).max(axis=1, keepdims=True) / top))
+    fp8 = (values / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(fp8 == 0x80, 0, fp8).astype(np.uint8).tobytes(), scale.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "expected"),
+    [("none", 0), ("nibbles", Kind.VALUE), ("negative zeros", Kind.CODE), ("rounds", None)],
+)
+def test_other_peoples_converters(tmp_path: Path, mistake: str, expected: int | None) -> None:
+    """One that is right by other means passes; swapped nibbles, a sign on zero, and a rounded wide row do not."""
+    source = write(tmp_path / "source", SMALL)
+    target = convert(source, tmp_path / "fp8", GAUDI2).target
+    if mistake == "rounds":  # 2^40 above its neighbours, which no scale holds with them
+        poke(source, EXPERT + "w1.weight_scale", 2, bytes([160]))
+    weight, scale = quantised(decoded(source, EXPERT + "w1", swap=mistake == "nibbles"), top=128.0)
+    if mistake == "negative zeros":
+        weight = weight.replace(b"\x00", b"\x80", 1)
+    poke(target, EXPERT + "w1.weight", 0, weight)
+    poke(target, EXPERT + "w1.weight_scale", 0, scale)
+    found = validate(target, source).exit_code
+    assert found == expected if expected is not None else found in (Kind.VALUE, Kind.CODE)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from m3hal.checkpoint.validate import tables
+from m3hal.checkpoint.validate.described import config, index, quantization
 from m3hal.checkpoint.validate.faults import Broken, Fault, Kind, Verdict
 from m3hal.checkpoint.validate.reader import Folder, View
 
@@ -29,6 +30,12 @@ class Expected:
     experts: tuple[str, ...]
     shared: tuple[str, ...]
     copies: tuple[str, ...]
+
+    def unquantised(self, old: Folder) -> tuple[str, ...]:
+        """Modules that an engine may take for linear layers and that are not FP8: matrices, but not embeddings."""
+        matrices = (name for name in self.copies if name.endswith(".weight") and len(old.tensors[name].shape) == 2)
+        kept = (name.removesuffix(".weight") for name in matrices if not name.endswith(".embed_tokens.weight"))
+        return (*self.shared, *kept)
 
 
 def validate(
@@ -48,8 +55,9 @@ def validate(
     new, old = Folder(target), Folder(source)
     try:
         expected = expect(old)
-        faults = [*names(new, expected), *index(new), *config(new, old, expected), *files(new, old)]
-        ieee = "fp8_dtype_flavor" in (quantization(new.config) or {})
+        faults = [*names(new, expected), *index(new)]
+        faults += [*config(new, old, expected.experts, expected.unquantised(old)), *files(new, old)]
+        ieee = quantization(new.config).get("fp8_dtype_flavor") is not None
         chosen = set(expected.experts)
         if sample is not None and sample < len(chosen):
             chosen = set(random.Random(seed).sample(expected.experts, sample))
@@ -73,13 +81,28 @@ def expect(old: Folder) -> Expected:
     for module in sorted(scaled):
         if module + ".weight" not in old.tensors:
             raise Broken(Kind.UNREADABLE, f"the source, {old.path}", f"has scales and no codes of {module}")
+        _require_mxfp4(old, module)
     taken = {module + suffix for module in scaled for suffix in (".weight", ".weight_scale")}
     experts = tuple(sorted(module for module in scaled if _EXPERT.search(module)))
+    if not experts:
+        raise Broken(Kind.UNREADABLE, f"the source, {old.path}", "has no MXFP4 expert; there is nothing to compare")
     return Expected(
         experts,
         tuple(sorted(scaled.difference(experts))),
         tuple(sorted(name for name in old.tensors if name not in taken)),
     )
+
+
+def _require_mxfp4(old: Folder, module: str) -> None:
+    codes, blocks = (old.tensors[module + suffix] for suffix in (".weight", ".weight_scale"))
+    columns = codes.shape[1] * 2 if len(codes.shape) == 2 else 0
+    if codes.dtype != "U8" or blocks.dtype not in ("U8", "F8_E8M0") or not columns or columns % 32:
+        said = f"is {codes.dtype} {list(codes.shape)} with {blocks.dtype} scales, not MXFP4; are the folders swapped?"
+    elif blocks.shape != (codes.shape[0], columns // 32):
+        said = f"has scales {list(blocks.shape)} for codes {list(codes.shape)}"
+    else:
+        return
+    raise Broken(Kind.UNREADABLE, f"the source, {old.path}", f"{module} {said}")
 
 
 def names(new: Folder, expected: Expected) -> Iterator[Fault]:
@@ -90,60 +113,6 @@ def names(new: Folder, expected: Expected) -> Iterator[Fault]:
         yield Fault(Kind.MISSING, name, "is not in any shard")
     for name in sorted(set(new.tensors).difference(wanted)):
         yield Fault(Kind.UNEXPECTED, name, "is in no source tensor's place")
-
-
-def index(new: Folder) -> Iterator[Fault]:
-    """The index names each tensor's shard and the sum of their bytes."""
-    if new.index is None:
-        if new.shards != ("model.safetensors",):
-            yield Fault(Kind.INDEX, str(new.path), "has several shards and no index")
-        return
-    placed = {name: view.file.name for name, view in new.tensors.items()}
-    listed = new.index.get("weight_map", {})
-    for name in sorted(placed.keys() | listed.keys()):
-        if placed.get(name) != listed.get(name):
-            yield Fault(Kind.INDEX, name, f"is in {placed.get(name)} and the index says {listed.get(name)}")
-    total = sum(view.end - view.begin for view in new.tensors.values())
-    said = new.index.get("metadata", {}).get("total_size")
-    if said != total:
-        yield Fault(Kind.INDEX, "total_size", f"is {said}; the tensors have {total} bytes")
-
-
-def quantization(config: dict[str, Any]) -> dict[str, Any] | None:
-    """``quantization_config``, outside or inside ``text_config``."""
-    found: dict[str, Any] | None = config.get("quantization_config") or config.get("text_config", {}).get(
-        "quantization_config"
-    )
-    return found
-
-
-def config(new: Folder, old: Folder, expected: Expected) -> Iterator[Fault]:
-    """FP8 per channel for the routed experts and for nothing else; the rest of the config as in the source."""
-    if _without_quantization(new.config) != _without_quantization(old.config):
-        yield Fault(Kind.CONFIG, "config.json", "differs from the source's outside quantization_config")
-    found = quantization(new.config) or {}
-    groups = list(found.get("config_groups", {}).values())
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
-    inputs = {**weights, "strategy": "token", "dynamic": True}
-    want = [{"targets": ["Linear"], "weights": weights, "input_activations": inputs}]
-    if (found.get("quant_method"), found.get("format")) != ("compressed-tensors", "float-quantized"):
-        yield Fault(Kind.CONFIG, "quantization_config", "is not compressed-tensors, float-quantized")
-    if groups != want:
-        yield Fault(Kind.CONFIG, "config_groups", f"are {groups}; the tensors are {want}")
-    patterns = [re.compile(name.removeprefix("re:")) for name in found.get("ignore", ()) if name.startswith("re:")]
-    for module in (*expected.experts, *expected.shared):
-        ignored = any(pattern.match(module) for pattern in patterns)
-        if ignored == (module in expected.experts):
-            yield Fault(Kind.CONFIG, module, f"is {'' if ignored else 'not '}ignored by the config, wrongly")
-            return
-
-
-def _without_quantization(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_quantization(value) if key == "text_config" else value
-        for key, value in values.items()
-        if key != "quantization_config"
-    }
 
 
 def files(new: Folder, old: Folder) -> Iterator[Fault]:

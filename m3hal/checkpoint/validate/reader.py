@@ -6,6 +6,7 @@ Source: the safetensors format: 8 bytes of little-endian header length, a JSON h
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,7 +79,7 @@ class Folder:
         """An object in a file."""
         try:
             found = json.loads((self.path / name).read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise Broken(Kind.UNREADABLE, str(self.path / name), f"is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise Broken(Kind.UNREADABLE, str(self.path / name), "is not a JSON object")
@@ -87,18 +88,21 @@ class Folder:
 
 def read(file: Path) -> dict[str, View]:
     """The tensors of one file."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = int(np.frombuffer(prefix, "<u8")[0]) if len(prefix) == 8 else size
-        if 8 + length > size:
-            raise Broken(Kind.UNREADABLE, str(file), "is shorter than its header")
-        text = stream.read(length)
     try:
-        header = json.loads(text)
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = int(np.frombuffer(prefix, "<u8")[0]) if len(prefix) == 8 else size
+            if 8 + length > size:
+                raise Broken(Kind.UNREADABLE, str(file), "is shorter than its header")
+            text = stream.read(length)
+    except OSError as error:
+        raise Broken(Kind.UNREADABLE, str(file), f"can't be read: {error.strerror}") from None
+    try:
+        header = json.loads(text, object_pairs_hook=_once)
         header.pop("__metadata__", None)
         views = {name: _view(file, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Broken(Kind.UNREADABLE, str(file), f"has a broken header: {error}") from None
     ends = [8 + length, *sorted(view.end for view in views.values())]
     begins = [*sorted(view.begin for view in views.values()), size]
@@ -107,10 +111,19 @@ def read(file: Path) -> dict[str, View]:
     return views
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("something is named twice")
+    return found
+
+
 def _view(file: Path, base: int, entry: dict[str, Any]) -> View:
     first, last = entry["data_offsets"]
-    shape = tuple(int(extent) for extent in entry["shape"])
-    need = _BITS[entry["dtype"]] // 8 * int(np.prod(shape, dtype=np.int64))
-    if last - first != need or first < 0 or min(shape, default=0) < 0:
+    shape = tuple(entry["shape"])
+    if any(type(number) is not int or number < 0 for number in (first, last, *shape)):
+        raise ValueError(f"bytes {first!r} to {last!r} and shape {list(shape)}")
+    need = _BITS[entry["dtype"]] // 8 * math.prod(shape)
+    if last - first != need:
         raise ValueError(f"{last - first} bytes for {entry['dtype']} {list(shape)}")
     return View(file, entry["dtype"], shape, base + first, base + last)

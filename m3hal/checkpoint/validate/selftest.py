@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from m3hal.checkpoint.validate.checks import expect, quantization, validate
+from m3hal.checkpoint.validate.checks import expect, validate
+from m3hal.checkpoint.validate.described import quantization
 from m3hal.checkpoint.validate.faults import Broken, Kind
 from m3hal.checkpoint.validate.reader import Folder
 
@@ -175,7 +176,12 @@ def _touch(choose: Callable[[str], bool]) -> Callable[[Copy], None]:
 
 
 def _per_tensor(copy: Copy) -> None:
-    (quantization(copy.config) or {})["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    quantization(copy.config)["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+
+
+def _attention_as_fp8(copy: Copy) -> None:
+    """The ignore list lost: an engine would look for scales of every other matrix."""
+    quantization(copy.config)["ignore"] = []
 
 
 def _set(name: str, value: Any) -> Callable[[Copy], None]:
@@ -201,5 +207,6 @@ CORRUPTIONS: tuple[tuple[str, Kind, Callable[[Copy], object]], ...] = (
     ("one bit of another tensor", Kind.COPY, _touch(lambda name: "experts." not in name)),
     ("the last byte of a shard lost", Kind.UNREADABLE, _set("lost_bytes", 1)),
     ("the config per tensor", Kind.CONFIG, _per_tensor),
+    ("the config's ignore list lost", Kind.CONFIG, _attention_as_fp8),
     ("the licence changed", Kind.FILE, _set("licence", b"another\n")),
 )
