@@ -7,6 +7,7 @@ and then prints one JSON object, errors included.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -52,6 +53,8 @@ COMMANDS: dict[str, ModuleType] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse exits with 2 by itself."""
     arguments = parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a vendor's name may not fit the terminal's encoding
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()

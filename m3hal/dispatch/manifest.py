@@ -160,10 +160,14 @@ class Kernel:
 
     run: ``run(*inputs, out=None)`` in the order of the operator's definition. It writes ``out`` (one tensor, or a
         tuple for several outputs) when given, allocates when not, and returns it. With ``workspace_bytes`` > 0 it also
-        takes ``workspace=``, a uint8 tensor of at least that size whose contents are undefined.
+        takes ``workspace=``, a uint8 tensor of at least that size whose contents are undefined: other operators of
+        the site write it between calls.
     plan_batch: once per forward and site: takes a :class:`~m3hal.ops.SeqMeta` and a uint8 tensor of ``plan_bytes``
-        that belongs to this kernel alone; returns an object that ``run`` then gets *in place of* the SeqMeta. Tensors
-        at fixed addresses are refilled in place; no host sync; replayable in a graph.
+        that belongs to this kernel alone, undefined at first and left alone between steps (counters that must start at
+        zero are cleared here); returns an object that ``run`` then gets *in place of* the SeqMeta. Tensors at fixed
+        addresses are refilled in place; no host sync; replayable in a graph. A forward has at most ``site.max_tokens``
+        query tokens; the host does not say how many. Both tensors start at a multiple of 256 bytes on a GPU, 64 on a
+        CPU.
     prepare_weights / update_weights / unpack: :class:`~m3hal.ops.ExpertWeights` -> packed; (packed, first expert,
         weights of the experts from there on) in place; packed -> ExpertWeights.
     """

@@ -25,6 +25,7 @@ from typing import Any
 
 from m3hal.dispatch import carriers
 from m3hal.dispatch.carriers import DEFAULT, Origin
+from m3hal.dispatch.errors import ConfigurationError
 from m3hal.dispatch.names import BackendName, Order
 
 
@@ -77,7 +78,14 @@ class Policy:
                 elif first.value != value:
                     origins[key] = Origin(first.value, first.carrier, (*first.over, (source, value)))
         origins.setdefault("backend", Origin("auto", DEFAULT))
-        return cls(**carriers.fields_of(origins), origins=origins)
+        policy = cls(**carriers.fields_of(origins), origins=origins)
+        if policy.in_tree and policy.overrides:
+            operator = min(policy.overrides)
+            raise ConfigurationError(
+                f"backend is {policy.told('backend')}, which leaves vLLM's own model in place, but {operator!r} of "
+                f"'operators' is {policy.told(f'operators.{operator}')}; leave one of them out."
+            )
+        return policy
 
     @property
     def backend(self) -> str:

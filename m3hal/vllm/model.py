@@ -12,7 +12,8 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import make_layers, maybe_prefix
 
-from m3hal.shape import ModelShape, SiteKind
+from m3hal.ops.rope_partial import rope_table
+from m3hal.shape import SiteKind
 from m3hal.vllm.attention import M3Attention
 from m3hal.vllm.moe import M3MLP, M3MoE
 from m3hal.vllm.operators import SiteOperators, operators_of
@@ -79,7 +80,8 @@ class M3Model(nn.Module):
         config = vllm_config.model_config.hf_text_config
         plan = make_plan(vllm_config, policy_of(vllm_config))
         operators = operators_of(plan)
-        cos_sin = rope_table(plan.shape)
+        table = rope_table(plan.shape.max_context, plan.shape.rotary_dim, plan.shape.rope_theta, device="cpu")
+        cos_sin = table.to(torch.get_default_device())  # computed on the CPU, as transformers does
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
         )
@@ -141,11 +143,3 @@ class M3HalForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         return load_checkpoint(self, weights)
-
-
-def rope_table(shape: ModelShape) -> torch.Tensor:
-    """cos(half) || sin(half), fp32 [max_context, rotary_dim]; computed on the CPU, as transformers does."""
-    exponent = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float32, device="cpu") / shape.rotary_dim
-    position = torch.arange(shape.max_context, dtype=torch.float32, device="cpu")
-    angle = position[:, None] * (1.0 / shape.rope_theta**exponent)
-    return torch.cat([angle.cos(), angle.sin()], dim=-1).to(torch.get_default_device())

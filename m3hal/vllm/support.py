@@ -44,7 +44,7 @@ def _cache(vllm_config: Any) -> Iterator[str]:
 
 
 def _features(vllm_config: Any) -> Iterator[str]:
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     asked = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
@@ -56,6 +56,12 @@ def _features(vllm_config: Any) -> Iterator[str]:
         "moving KV caches between engines (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         f"the {model.runner_type!r} runner": model.runner_type != "generate",
         "speculative decoding other than 'ngram'": speculative is not None and speculative.method != "ngram",
+        "choosing a backend of vLLM's (--attention-backend)": vllm_config.attention_config.backend
+        is not None,
+        "keeping layers out of the KV cache's format (--kv-cache-dtype-skip-layers)": bool(
+            getattr(cache, "kv_cache_dtype_skip_layers", None)
+        ),
+        "sharing KV caches between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
     }
     for feature, wanted in asked.items():
         if wanted:

@@ -114,6 +114,12 @@ def test_unset_values_are_unset() -> None:
     assert resolve({"backend": None}, M3HAL_BACKEND="acme", M3HAL_DENY="").backend == "acme"
 
 
+def test_overrides_need_a_plan() -> None:
+    """With vLLM's own model no operator is planned, so an override that would be ignored is refused."""
+    with pytest.raises(ConfigurationError, match=r"'vllm' \(from M3HAL_BACKEND\).*'rms_norm'.*leave one of them out"):
+        resolve({"operators": {"rms_norm": "acme"}}, M3HAL_BACKEND="vllm")
+
+
 def test_require_means_yes_unless_it_says_otherwise() -> None:
     """``batch_invariant`` and ``p_dtype=float32``."""
     policy = resolve(M3HAL_REQUIRE="batch_invariant, p_dtype=float32")

@@ -99,6 +99,9 @@ def refused(ask: Asker) -> None:
     ask("pipeline parallelism", pipeline_parallel_size=2)
     ask("expert parallelism", tensor_parallel_size=2, enable_expert_parallel=True)
     ask("lora", enable_lora=True)
+    ask("attention backend", attention_backend="CPU_ATTN")
+    ask("skipped layers", kv_cache_dtype_skip_layers=["0"])
+    ask("fast prefill", kv_sharing_fast_prefill=True)
     ask("another router", hf_overrides={"text_config": {"scoring_func": "softmax"}})
     with mock.patch("vllm.__version__", "0.34.1"):
         ask("version")
