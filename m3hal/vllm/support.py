@@ -56,8 +56,7 @@ def _features(vllm_config: Any) -> Iterator[str]:
         "moving KV caches between engines (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         f"the {model.runner_type!r} runner": model.runner_type != "generate",
         "speculative decoding other than 'ngram'": speculative is not None and speculative.method != "ngram",
-        "choosing a backend of vLLM's (--attention-backend)": vllm_config.attention_config.backend
-        is not None,
+        "choosing a backend of vLLM's (--attention-backend)": vllm_config.attention_config.backend is not None,
         "keeping layers out of the KV cache's format (--kv-cache-dtype-skip-layers)": bool(
             getattr(cache, "kv_cache_dtype_skip_layers", None)
         ),
