@@ -10,11 +10,16 @@ a killed run left in DST.converting is continued with --resume.
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 from m3hal.cli.output import emit
 from m3hal.dispatch.errors import ConfigurationError, M3halError
+
+_INTERRUPTED = 130  # what shells report for SIGINT
 
 HELP = "make a lossless FP8 checkpoint of an MXFP4 one"
 
@@ -45,9 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
         found = preview(arguments.source, arguments.target, profile, workers=arguments.workers)
         emit(arguments, asdict(found), str(found))
         return 0 if found.fits else 1
-    done = convert.convert(
-        arguments.source, arguments.target, profile, workers=arguments.workers, resume=arguments.resume
-    )
+    try:
+        done = convert.convert(
+            arguments.source, arguments.target, profile, workers=arguments.workers, resume=arguments.resume
+        )
+    except KeyboardInterrupt:
+        text = "interrupted; the same command with --resume continues"
+        print(json.dumps({"error": text}) if arguments.json else f"\nm3hal: {text}", file=_stream(arguments))
+        return _INTERRUPTED
     emit(
         arguments,
         {**asdict(done), "target": str(done.target)},
@@ -56,3 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"next: m3hal validate {done.target} --source {arguments.source}",
     )
     return 0
+
+
+def _stream(arguments: argparse.Namespace) -> TextIO:
+    return sys.stdout if arguments.json else sys.stderr

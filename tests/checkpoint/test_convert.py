@@ -230,6 +230,15 @@ def config_with(folder: Path, change: Callable[[dict], object]) -> None:  # type
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def header_with(folder: Path, values: dict[str, object], raw: bytes | None = None) -> None:
+    """Puts entries into a shard's header, or other bytes in its place."""
+    path = next(folder.glob("*2-of*"))
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    text = raw or json.dumps({**json.loads(whole[8 : 8 + length]), **values}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "codes of another width": (
         lambda folder: rewrite(
@@ -293,6 +302,48 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an empty shard": (lambda folder: os.truncate(next(folder.glob("*2-of*")), 0), "not a whole safetensors file"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+    "a text_config of null": (
+        lambda folder: config_with(folder, lambda config: config.update(text_config=None)),
+        "text_config that is no object",
+    ),
+    "a quantization_config of one word": (
+        lambda folder: config_with(folder, lambda config: config.update(quantization_config="quark")),
+        "'quark', which is no object",
+    ),
+    "a scheme of one word": (
+        lambda folder: config_with(
+            folder, lambda config: config["quantization_config"]["global_quant_config"].update(weight="mxfp4")
+        ),
+        "global_quant_config has weights mxfp4",
+    ),
+    "schemes in a list": (
+        lambda folder: config_with(folder, lambda c: c["quantization_config"].update(layer_quant_config=[1])),
+        "layer_quant_config has weights None",
+    ),
+    "one number for all layers": (
+        lambda folder: config_with(folder, lambda config: config["text_config"].update(moe_layer_freq=1)),
+        "it should list the layers",
+    ),
+    "an index with a name that no file has": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "x\0.safetensors"}})
+        ),
+        "not a file of the checkpoint",
+    ),
+    "a folder in a shard's place": (
+        lambda folder: ((path := next(folder.glob("*2-of*"))).unlink(), path.mkdir()),
+        "Is a directory",
+    ),
+    "checksums that are no text": (
+        lambda folder: (folder / "SHA256SUMS").write_bytes(b"\xff\xfe\x80"),
+        "SHA256SUMS, which should hold checksums, can't be read",
+    ),
+    "metadata in a list": (lambda folder: header_with(folder, {"__metadata__": [1]}), "does not map names to text"),
+    "metadata that is no text": (lambda folder: header_with(folder, {"__metadata__": {"a": "\ud800"}}), "surrogates"),
+    "a header nested too deeply": (
+        lambda folder: header_with(folder, {}, b"[" * 200_000 + b"]" * 200_000),
+        "header is not readable",
+    ),
 }
 
 
@@ -589,3 +640,23 @@ def test_files_are_not_executable(source: Path, tmp_path: Path) -> None:
     """Weights are data."""
     target = convert(source, tmp_path / "fp8", GAUDI2).target
     assert not any(path.stat().st_mode & 0o111 for path in target.iterdir())
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_control_c(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    """One sentence and the shell's exit code; no target, and --resume completes it."""
+    from m3hal.checkpoint.convert import run
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ["convert", "mxfp4-to-fp8", str(source), str(tmp_path / "fp8"), "--profile", "gaudi2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "run_jobs", interrupted)
+        assert main([*command, *["--json"] * as_json]) == 130
+    said = capsys.readouterr()
+    assert "--resume continues" in (json.loads(said.out)["error"] if as_json else said.err)
+    assert not (tmp_path / "fp8").exists()
+    assert main([*command, "--resume"]) == 0

@@ -56,11 +56,13 @@ def read_header(path: Path) -> Header:
             raw = file.read(length)
     except FileNotFoundError:
         raise ConversionError(f"{path} is missing; download the checkpoint again") from None
+    except OSError as error:
+        raise ConversionError(f"{path} can't be read: {error.strerror}") from None
     try:
         entries = json.loads(raw, object_pairs_hook=_unique)
-        metadata = entries.pop("__metadata__", {})
+        metadata = _metadata(entries.pop("__metadata__", {}))
         tensors = {name: _tensor(name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _broken(path, f"its header is not readable ({error})") from None
     end = 8 + length
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.size)):
@@ -99,6 +101,7 @@ def size_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _tensor(name: str, entry: Mapping[str, Any], base: int) -> Tensor:
+    name.encode()  # an unpaired surrogate could be read and not written
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     start, end = entry["data_offsets"]
     if dtype not in ITEM_SIZE:
@@ -108,6 +111,13 @@ def _tensor(name: str, entry: Mapping[str, Any], base: int) -> Tensor:
     if end - start != size_of(dtype, shape):
         raise ValueError(f"{name} takes {end - start} bytes; {dtype} {list(shape)} takes {size_of(dtype, shape)}")
     return Tensor(name, dtype, shape, base + start, end - start)
+
+
+def _metadata(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ValueError("its __metadata__ does not map names to text")
+    json.dumps(found, ensure_ascii=False).encode()
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -71,6 +71,8 @@ def open_source(folder: Path) -> Source:
     if not folder.is_dir():
         raise ConversionError(f"{folder} is not a folder; name the downloaded checkpoint's folder")
     config = read_json(folder / "config.json")
+    if not isinstance(text_config(config), dict):
+        raise ConversionError(f"{folder / 'config.json'} has a text_config that is no object; download it again")
     check_quantization(config)
     indexed, weight_map = _weight_map(folder)
     names = sorted(set(weight_map.values())) if indexed else [SINGLE]
@@ -87,7 +89,9 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConversionError(f"{path} is missing; download the checkpoint again") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ConversionError(f"{path} can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ConversionError(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(values, dict):
         raise ConversionError(f"{path} does not hold a JSON object; download it again")
@@ -105,17 +109,21 @@ def check_quantization(config: Mapping[str, Any]) -> None:
     found = config.get("quantization_config") or text_config(config).get("quantization_config")
     if not found:
         raise ConversionError("config.json has no quantization_config; this converter takes AMD Quark's MXFP4 layout")
+    if not isinstance(found, dict):
+        raise ConversionError(f"config.json has the quantization_config {found!r}, which is no object")
     if found.get("quant_method") != "quark":
         raise ConversionError(
             f"config.json says quant_method {found.get('quant_method')!r}; this converter takes 'quark' only, because "
             "other MXFP4 layouts order the nibbles differently"
         )
-    schemes = {"global_quant_config": found.get("global_quant_config"), **(found.get("layer_quant_config") or {})}
+    layers = found.get("layer_quant_config") or {}
+    schemes = {"global_quant_config": found.get("global_quant_config")}
+    schemes |= layers if isinstance(layers, dict) else {"layer_quant_config": layers}
     for where, scheme in schemes.items():
-        weight = (scheme or {}).get("weight") or {}
+        weight = scheme.get("weight") if isinstance(scheme, dict) else None
         if isinstance(weight, list):
             weight = weight[0] if len(weight) == 1 else {"dtype": f"{len(weight)} weight formats at once"}
-        have = {key: weight.get(key) for key in _MXFP4}
+        have = {key: weight.get(key) for key in _MXFP4} if isinstance(weight, dict) else weight
         if have != _MXFP4:
             raise ConversionError(f"config.json: {where} has weights {have}; this converter takes {_MXFP4}")
 
@@ -132,7 +140,8 @@ def _weight_map(folder: Path) -> tuple[bool, Mapping[str, str]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConversionError(f"{folder / INDEX} has no weight_map; download it again")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        good = isinstance(shard, str) and Path(shard).name == shard and shard.endswith(".safetensors")
+        if not good or not shard.isprintable():
             raise ConversionError(f"{folder / INDEX} puts {name} into {shard!r}, which is not a file of the checkpoint")
     return True, weight_map
 
@@ -205,7 +214,10 @@ def _require_whole_experts(quantised: tuple[Quantised, ...], config: Mapping[str
     if not isinstance(experts, int):
         raise ConversionError("config.json has no num_local_experts, so missing experts could not be noticed")
     numbers = {int(layer.rpartition(".layers.")[2].partition(".")[0]) for layer in layers}
-    for number, has_experts in enumerate(text.get("moe_layer_freq") or ()):
+    frequency = text.get("moe_layer_freq") or []
+    if not isinstance(frequency, list):
+        raise ConversionError(f"config.json has moe_layer_freq {frequency!r}; it should list the layers")
+    for number, has_experts in enumerate(frequency):
         if has_experts and number not in numbers:
             raise ConversionError(f"layer {number} has no routed MXFP4 experts; download the checkpoint again")
     for layer, have in layers.items():

@@ -81,20 +81,27 @@ def convert(folder: Path, target: Path, profile: Profile, *, workers: int = 1, r
     paths = resolve(folder, target)
     source = open_source(paths.source)
     shards = plan_shards(source)
+    expected = known_sums(paths.source, source.shards)
     try:
-        fresh = _complete(paths, source, shards, profile, workers, resume)
+        fresh = _complete(paths, source, shards, profile, expected, workers, resume)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise ConversionError(
             f"{paths.target} can't be completed: {where}{error.strerror}; mend that, then continue with --resume"
         ) from None
-    checked = len(fresh & known_sums(paths.source, source.shards).keys())
+    checked = len(fresh & expected.keys())
     size = sum(shard.size for shard in shards)
     return Done(paths.target, len(shards), len(fresh), checked, size, time.monotonic() - start)
 
 
 def _complete(
-    paths: Paths, source: Source, shards: tuple[Shard, ...], profile: Profile, workers: int, resume: bool
+    paths: Paths,
+    source: Source,
+    shards: tuple[Shard, ...],
+    profile: Profile,
+    expected: dict[str, str],
+    workers: int,
+    resume: bool,
 ) -> set[str]:
     """Names of the shards that this run wrote; none when the target was complete already."""
     names = identity(source, profile, __version__)
@@ -107,7 +114,7 @@ def _complete(
         journal = Journal(paths.journal, names)
         journal.resume(source, shards, paths.checkpoint) if resume else journal.start()
         fresh = {shard.name for shard in shards}.difference(journal.finished)
-        _convert_shards(paths, source, shards, profile, journal, workers)
+        _convert_shards(paths, source, shards, profile, journal, expected, workers)
         _write_rest(paths, source, shards, profile, journal)
         os.rename(paths.checkpoint, paths.target)
         sync_folder(paths.target.parent)
@@ -219,9 +226,9 @@ def _convert_shards(
     shards: tuple[Shard, ...],
     profile: Profile,
     journal: Journal,
+    expected: dict[str, str],
     workers: int,
 ) -> None:
-    expected = known_sums(paths.source, source.shards)
     left = [shard for shard in shards if shard.name not in journal.finished]
     require_room(paths, sum(shard.size for shard in left))
     bar = ProgressBar(sum(shard.size for shard in shards))

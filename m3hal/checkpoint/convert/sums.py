@@ -17,7 +17,7 @@ def known_sums(folder: Path, shards: Mapping[str, object]) -> dict[str, str]:
     """Shard -> SHA-256, from a SHA256SUMS file or from what ``hf download`` and the Hugging Face cache keep."""
     listed = dict[str, str]()
     if (folder / SUMS).exists():
-        for line in (folder / SUMS).read_text(encoding="utf-8").splitlines():
+        for line in _text(folder / SUMS).splitlines():
             digest, _, name = line.partition(" ")
             listed[name.lstrip(" *")] = digest.lower()
     found = {name: listed.get(name) or _of_download(folder, name) for name in shards}
@@ -34,11 +34,20 @@ def check_sum(path: Path, expected: str) -> None:
         )
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConversionError(
+            f"{path}, which should hold checksums, can't be read ({error}); mend or remove it"
+        ) from None
+
+
 def _of_download(folder: Path, name: str) -> str | None:
     """``hf download --local-dir`` writes the sum beside the file; the cache names the file behind the link after it."""
     beside = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
     if beside.exists():
-        lines = beside.read_text(encoding="utf-8").splitlines()
+        lines = _text(beside).splitlines()
         return lines[1].strip('"') if len(lines) > 1 else None
     path = folder / name
     return path.readlink().name if path.is_symlink() else None
