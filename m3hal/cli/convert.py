@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"--workers {arguments.workers} leaves nobody to work; give 1 or more")
     profile = convert.PROFILES[arguments.profile]
     if arguments.dry_run:
-        found = preview(arguments.source, arguments.target, profile, workers=arguments.workers)
+        found = preview(arguments.source, arguments.target, profile, workers=arguments.workers, resume=arguments.resume)
         emit(arguments, asdict(found), str(found))
         return 0 if found.fits else 1
     try:

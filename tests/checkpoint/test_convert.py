@@ -660,3 +660,15 @@ def test_control_c(
     assert "--resume continues" in (json.loads(said.out)["error"] if as_json else said.err)
     assert not (tmp_path / "fp8").exists()
     assert main([*command, "--resume"]) == 0
+
+
+def test_a_dry_run_refuses_a_target_that_the_conversion_would_refuse(source: Path, tmp_path: Path) -> None:
+    """One that exists, and an unfinished one unless it is to be resumed."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("")
+    (tmp_path / "begun.converting").mkdir()
+    with pytest.raises(ConversionError, match="exists; name a new folder"):
+        preview(source, tmp_path / "there", GAUDI2)
+    with pytest.raises(ConversionError, match="holds an unfinished conversion"):
+        preview(source, tmp_path / "begun", GAUDI2)
+    assert preview(source, tmp_path / "begun", GAUDI2, resume=True).shards

@@ -7,13 +7,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from m3hal import __version__
 from m3hal.checkpoint.convert import exact
 from m3hal.checkpoint.convert.files import Sources
+from m3hal.checkpoint.convert.journal import identity
 from m3hal.checkpoint.convert.plan import plan_shards
 from m3hal.checkpoint.convert.profiles import Profile
 from m3hal.checkpoint.convert.progress import duration
 from m3hal.checkpoint.convert.quark import Quantised, open_source
-from m3hal.checkpoint.convert.run import nearest_folder, other_files, resolve
+from m3hal.checkpoint.convert.run import is_complete, nearest_folder, other_files, require_usable, resolve
 from m3hal.checkpoint.convert.shard import read_scales, scan
 from m3hal.checkpoint.convert.sums import known_sums
 
@@ -59,11 +61,13 @@ class Preview:
         )
 
 
-def preview(folder: Path, target: Path, profile: Profile, *, workers: int = 1) -> Preview:
+def preview(folder: Path, target: Path, profile: Profile, *, workers: int = 1, resume: bool = False) -> Preview:
     """Raises ConversionError where ``convert`` would, before its first byte. Reads all scales, a sixteenth of all."""
     paths = resolve(folder, target)
     source = open_source(paths.source)
     shards = plan_shards(source)
+    is_complete(paths, identity(source, profile, __version__), resume)
+    require_usable(paths, resume)
     with Sources(paths.source) as sources:
         for matrix in source.quantised:
             scan(sources, matrix, profile)

@@ -105,7 +105,7 @@ def _complete(
 ) -> set[str]:
     """Names of the shards that this run wrote; none when the target was complete already."""
     names = identity(source, profile, __version__)
-    if _is_complete(paths, names, resume):
+    if is_complete(paths, names, resume):
         if paths.work.exists():
             with _working(paths, resume):
                 _remove(paths)
@@ -145,6 +145,16 @@ def other_files(folder: Path) -> list[Path]:
     ]
 
 
+def require_usable(paths: Paths, resume: bool) -> None:
+    """Raises ConversionError for a work folder that is another's, or an unfinished conversion without ``resume``."""
+    if not paths.work.exists():
+        return
+    if not {path.name for path in paths.work.iterdir()} <= _OURS:
+        raise ConversionError(f"{paths.work} holds other files than a conversion's; move it away, or name a new folder")
+    if not resume:
+        raise ConversionError(f"{paths.work} holds an unfinished conversion; continue it with --resume, or delete it")
+
+
 def require_room(paths: Paths, needed: int) -> None:
     """Raises ConversionError when the target's disk has less free."""
     existing = nearest_folder(paths.target)
@@ -161,7 +171,8 @@ def nearest_folder(path: Path) -> Path:
     return next(parent for parent in path.parents if parent.exists())
 
 
-def _is_complete(paths: Paths, names: Mapping[str, Any], resume: bool) -> bool:
+def is_complete(paths: Paths, names: Mapping[str, Any], resume: bool) -> bool:
+    """Whether the target is there already, of this conversion. Raises ConversionError when it is another's."""
     if not paths.target.exists():
         return False
     if resume and (paths.target / written.RECORD).exists():  # killed after the last rename, if at all
@@ -195,10 +206,7 @@ def _remove(paths: Paths) -> None:
 @contextmanager
 def _working(paths: Paths, resume: bool) -> Iterator[None]:
     """The work folder, with a lock that dies with the last process of a run, without what a killed run left open."""
-    if paths.work.exists() and not resume:
-        raise ConversionError(f"{paths.work} holds an unfinished conversion; continue it with --resume, or delete it")
-    if paths.work.exists() and not {path.name for path in paths.work.iterdir()} <= _OURS:
-        raise ConversionError(f"{paths.work} holds other files than a conversion's; move it away, or name a new folder")
+    require_usable(paths, resume)
     paths.checkpoint.mkdir(parents=True, exist_ok=True)
     with open(paths.lock, "w") as lock:
         _take(lock.fileno(), paths)
