@@ -51,6 +51,13 @@ class Synthetic:
     shard_bytes: int = 4 << 30
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a model that can't be."""
+        if not 0 <= self.dense <= self.layers or self.layers < 1:
+            raise ValueError(f"{self.dense} of {self.layers} layers without experts; give 1 or more, of which as many")
+        if min(self.experts, self.vocab) < 1:
+            raise ValueError(f"{self.experts} experts and {self.vocab} tokens; give 1 or more of each")
+
     def config(self, layout: str) -> dict[str, Any]:
         """``config.json``."""
         sparse = [0] * self.dense + [1] * (self.layers - self.dense)
@@ -154,6 +161,8 @@ def write(directory: str | Path, model: Synthetic, *, layout: str = "quark") -> 
             source = write(Path(place) / "quark", model)
             return convert(source, target, PROFILES[layout.removeprefix("fp8-")]).target
     target.mkdir(parents=True, exist_ok=True)
+    if any(target.glob("*.safetensors")):
+        raise ValueError(f"{target} holds shards, which would be mixed with the new ones; name a new folder")
     entries = [*model.dense_tensors(), *_expert_entries(model, layout)]
     matrices = dict(model.expert_matrices())
     write_shards(target, sorted(entries), model.shard_bytes, lambda entry: _bytes_of(entry, matrices, model.seed))
@@ -230,10 +239,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="narrow matrices, to try commands out")
     args = parser.parse_args(argv)
-    model = Synthetic(layers=args.layers, dense=args.dense, experts=args.experts, vocab=args.vocab, seed=args.seed)
-    if args.small:
-        model = replace(model, **_NARROW)
-    print(write(args.directory, model, layout=args.layout))
+    try:
+        model = Synthetic(layers=args.layers, dense=args.dense, experts=args.experts, vocab=args.vocab, seed=args.seed)
+        if args.small:
+            model = replace(model, **_NARROW)
+        print(write(args.directory, model, layout=args.layout))
+    except ValueError as error:
+        parser.error(str(error))
     return 0
 
 

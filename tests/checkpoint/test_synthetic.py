@@ -10,7 +10,7 @@ import pytest
 
 from m3hal.checkpoint import tiny
 from m3hal.checkpoint.convert import GAUDI2, HOPPER, Profile, convert
-from m3hal.checkpoint.synthetic import Synthetic, _expert_entries, write
+from m3hal.checkpoint.synthetic import Synthetic, _expert_entries, main, write
 from tests.checkpoint.conftest import SMALL, digest
 
 
@@ -71,3 +71,22 @@ def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
     """With the known ones."""
     with pytest.raises(ValueError, match="quark, bf16, fp8-gaudi2, fp8-hopper"):
         write(tmp_path / "x", SMALL, layout="gguf")
+
+
+@pytest.mark.parametrize(
+    "size", [["--layers", "0"], ["--layers", "1", "--dense", "2"], ["--dense", "-1"], ["--experts", "0"]]
+)
+def test_a_size_that_can_not_be(tmp_path: Path, size: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Said in a sentence, with the exit code for a request that means nothing; nothing is written."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "made"), "--small", *size])
+    assert ended.value.code == 2
+    assert "or more" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+def test_two_checkpoints_are_not_mixed(tmp_path: Path) -> None:
+    """A folder that holds shards is refused: readers of all shards would find both models."""
+    write(tmp_path / "made", SMALL)
+    with pytest.raises(ValueError, match="would be mixed"):
+        write(tmp_path / "made", SMALL)
