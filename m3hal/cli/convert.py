@@ -19,6 +19,7 @@ from typing import TextIO
 from m3hal.cli.output import emit
 from m3hal.dispatch.errors import ConfigurationError, M3halError
 
+_FOUND = "all shards were there already; only m3hal validate tells whether they hold this source's numbers\n"
 _INTERRUPTED = 130  # what shells report for SIGINT
 
 HELP = "make a lossless FP8 checkpoint of an MXFP4 one"
@@ -63,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         {**asdict(done), "target": str(done.target)},
         f"{done.target}: {done.shards} shards, {done.size / 1e9:.4g} GB; this run wrote {done.fresh} shards in "
         f"{duration(done.seconds)} and checked {done.checked} source checksums\n"
+        f"{'' if done.fresh else _FOUND}"
         f"next: m3hal validate {done.target} --source {arguments.source}",
     )
     return 0

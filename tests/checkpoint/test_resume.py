@@ -18,6 +18,7 @@ import pytest
 from m3hal.checkpoint.convert import GAUDI2, HOPPER, ConversionError, convert, run
 from m3hal.checkpoint.convert.journal import Journal
 from m3hal.checkpoint.synthetic import Synthetic, write
+from m3hal.cli import main
 from tests.checkpoint.conftest import SMALL, digest
 
 #: fewer, smaller shards than SMALL: what is tested is the moments between writes
@@ -214,13 +215,17 @@ def test_a_strangers_folder_is_not_continued(tiny: Path, tmp_path: Path) -> None
     assert (tmp_path / "fp8.converting" / "thesis.tex").exists()
 
 
-def test_a_complete_target_of_another_profile_is_not_this_ones_success(tiny: Path, tmp_path: Path) -> None:
+def test_a_complete_target_of_another_profile_is_not_this_ones_success(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """--resume finds a complete target only if it is what was asked for; it has then checked no checksum itself."""
     convert(tiny, tmp_path / "fp8", GAUDI2)
     with pytest.raises(ConversionError, match="complete, with another profile"):
         convert(tiny, tmp_path / "fp8", HOPPER, resume=True)
     again = convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
     assert (again.fresh, again.checked) == (0, 0)
+    assert main(["convert", "mxfp4-to-fp8", str(tiny), str(tmp_path / "fp8"), "--profile", "gaudi2", "--resume"]) == 0
+    assert "all shards were there already" in capsys.readouterr().out
     (tmp_path / "fp8" / "m3hal_conversion.json").write_text("[")
     with pytest.raises(ConversionError, match="complete, with another made_by"):
         convert(tiny, tmp_path / "fp8", GAUDI2, resume=True)
