@@ -277,3 +277,13 @@ def test_other_peoples_converters(tmp_path: Path, mistake: str, expected: int | 
     poke(target, EXPERT + "w1.weight_scale", 0, scale)
     found = validate(target, source).exit_code
     assert found == expected if expected is not None else found in (Kind.VALUE, Kind.CODE)
+
+
+def test_shards_that_the_sources_index_does_not_name(converted: Path, source: Path, tmp_path: Path) -> None:
+    """Leftovers in the source are not read, as the converter does not read them; in the target they are a fault."""
+    own = Path(shutil.copytree(source, tmp_path / "own"))
+    shutil.copy(sorted(own.glob("*.safetensors"))[0], own / "old.safetensors")
+    assert validate(converted, own).exit_code == 0
+    target = Path(shutil.copytree(converted, tmp_path / "fp8"))
+    shutil.copy(sorted(target.glob("*.safetensors"))[0], target / "old.safetensors")
+    assert validate(target, source).exit_code == Kind.UNREADABLE

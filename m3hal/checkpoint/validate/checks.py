@@ -52,7 +52,7 @@ def validate(
     sample: compare that many expert matrices element by element, chosen by ``seed``; None: all of them.
     progress: called with tensors done and tensors there are.
     """
-    new, old = Folder(target), Folder(source)
+    new, old = Folder(target), Folder(source, indexed=True)
     try:
         expected = expect(old)
         faults = [*names(new, expected), *index(new)]

@@ -44,9 +44,13 @@ class View:
 
 @dataclass(frozen=True)
 class Folder:
-    """A checkpoint on disk. Reading a part that is broken raises Broken."""
+    """A checkpoint on disk. Reading a part that is broken raises Broken.
+
+    indexed: shards that the index doesn't name are not read, as no engine reads them.
+    """
 
     path: Path
+    indexed: bool = False
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -61,8 +65,12 @@ class Folder:
 
     @cached_property
     def shards(self) -> tuple[str, ...]:
-        """The names of all safetensors files beside config.json."""
-        return tuple(sorted(path.name for path in self.path.glob("*.safetensors")))
+        """The names of all safetensors files beside config.json; if ``indexed``, of those that the index names."""
+        there = {path.name for path in self.path.glob("*.safetensors")}
+        listed = self.index.get("weight_map") if self.indexed and self.index is not None else None
+        if isinstance(listed, dict) and listed:
+            there = {str(name) for name in listed.values()}
+        return tuple(sorted(there))
 
     @cached_property
     def tensors(self) -> dict[str, View]:

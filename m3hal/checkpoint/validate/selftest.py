@@ -73,7 +73,7 @@ class Copy:
 
 def self_test(target: Path, source: Path) -> Iterator[tuple[str, Kind | None, int]]:
     """Yields what was done to the copy, the class of fault it is, and the exit code that came; first the clean copy."""
-    new, old = cut(Folder(target), Folder(source))
+    new, old = cut(Folder(target), Folder(source, indexed=True))
     with tempfile.TemporaryDirectory() as place:
         old.write(Path(place) / "source")
         corruptions: list[tuple[str, Kind | None, Callable[[Copy], object]]] = [("untouched", None, lambda copy: None)]
