@@ -33,7 +33,7 @@ POLICY = {"backend": "reference"}
 DTYPE = "float32"  # the dtype in which two engines can be compared token by token
 MAX_CONTEXT = 2048
 MAX_SEQS = 4
-START_TIMEOUT = 240  # seconds
+START_TIMEOUT = 600  # seconds; a server that ended is noticed at once
 REMEDIES = {
     "failed to be inspected": "m3hal's plugin was not loaded; unset VLLM_PLUGINS, or name m3hal in it.",
     "No module named 'vllm'": "vLLM is not installed here; run `make setup`, or see docs/serving.md.",
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--directory", type=Path, help="keep checkpoint and logs here (default: a temporary folder)")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a terminated demo also stops its server
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated demo stops and tidies like Ctrl-C
     work = args.directory or Path(tempfile.mkdtemp(prefix="m3hal-demo-"))
     try:
         equal = run(work, args.max_tokens, Clock())
@@ -96,7 +96,8 @@ def run(work: Path, max_tokens: int, say: Clock) -> bool:
         say(f"transformers decodes {max_tokens} tokens in the background; vLLM's OpenAI server starts on the CPU")
         _await_server(server, url, work / "server.log", say)
         say(
-            f"stock vLLM serves {url}; it continues a prompt of {len(prompt)} tokens, of which MSA reads 256 at a time:"
+            f"stock vLLM serves {url}; it continues a prompt of {len(prompt)} tokens, of which MSA reads 256 at a time"
+            " (random weights, so the text means nothing):"
         )
         tokens, pace = _stream(url, str(checkpoint), prompt, max_tokens)
         say(f"{len(tokens)} tokens, a median of {1000 * pace:.0f} ms apart")
@@ -165,9 +166,16 @@ def _await_server(server: subprocess.Popen[bytes], url: str, log: Path, say: Clo
             with urllib.request.urlopen(f"{url}/health", timeout=2):
                 return
         except OSError:
-            say.waiting("waiting for the server")
+            say.waiting(f"waiting for the server: {_last_words(log)}")
             time.sleep(0.2)
     raise DemoError(f"vLLM's server was not ready after {START_TIMEOUT} s.\n{_tail(log)}")
+
+
+def _last_words(log: Path) -> str:
+    """The end of a log's last line, for people who wait; vLLM puts level, time and file before its message."""
+    lines = log.read_text(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "it starts")
+    return last.rpartition("] ")[2].strip()[:80]
 
 
 def _stream(url: str, model: str, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:

@@ -107,7 +107,7 @@ class Steps:
                 time.sleep(0.2)
                 if time.monotonic() - shown > 15:
                     shown = time.monotonic()
-                    print(f"  {shown - began:3.0f} s  {last_lines(path, 1).strip()[:100]}", flush=True)
+                    print(f"  {shown - began:3.0f} s  {newest_news(path)}", flush=True)
         if process.returncode:
             sys.exit(f"{last_lines(path, 30)}\nThis step failed; its whole output is in {path}")
         print(f"  done in {time.monotonic() - began:.0f} s", flush=True)
@@ -116,6 +116,12 @@ class Steps:
 def last_lines(path: str, count: int) -> str:
     with open(path, errors="replace") as log:
         return "".join(log.readlines()[-count:])
+
+
+def newest_news(path: str) -> str:
+    """The last line of the log that is no warning; pip writes many of those."""
+    lines = [line.strip() for line in last_lines(path, 50).splitlines()]
+    return next((line[:100] for line in reversed(lines) if line and not line.startswith("WARNING")), "")
 
 
 if __name__ == "__main__":

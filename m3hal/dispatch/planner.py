@@ -110,8 +110,8 @@ class _Job:
         rows: dict[Key, Row] = {(op.name, at.kind): self._screen(op, at, pool[op.name]) for op, at in self._places()}
         layouts, reasons = self._layouts(rows)
         rows = {key: _with_layout(key, row, layouts) for key, row in rows.items()}
-        core = {key: self._core(*key, row) for key, row in rows.items() if ops.load(key[0]).kind == "core"}
-        fused = [self._fused(*key, row, core) for key, row in rows.items() if key not in core]
+        core = {key: self._core(*key, row, faults) for key, row in rows.items() if ops.load(key[0]).kind == "core"}
+        fused = [self._fused(*key, row, core, faults) for key, row in rows.items() if key not in core]
         choices = (*core.values(), *fused, *self._held())
         return replace(made, choices=choices, layouts=layouts, layout_reasons=reasons, faults=tuple(faults))
 
@@ -167,12 +167,12 @@ class _Job:
                 layouts[site.kind], reasons[site.kind] = layout.choose(group, allowed)
         return layouts, reasons
 
-    def _core(self, operator: str, site: str, row: Row) -> Choice:
+    def _core(self, operator: str, site: str, row: Row, faults: Iterable[Verdict]) -> Choice:
         chosen, verdicts = _first(row)
-        reason = self._why(operator, chosen, verdicts) if chosen else "no implementation was accepted"
+        reason = self._why(operator, chosen, verdicts, faults) if chosen else "no implementation was accepted"
         return Choice(operator, site, chosen=chosen, reason=reason, verdicts=verdicts)
 
-    def _why(self, operator: str, chosen: Candidate, verdicts: Iterable[Verdict]) -> str:
+    def _why(self, operator: str, chosen: Candidate, verdicts: Iterable[Verdict], faults: Iterable[Verdict]) -> str:
         """Who asked for the chosen one, or what became of those that would have come first."""
         if self.pins is not None:
             return "pinned"
@@ -181,10 +181,17 @@ class _Job:
         before = {v.backend: v for v in takewhile(lambda verdict: not verdict.accepted, verdicts)}
         passed_over = [f"{backend}: {verdict.reason}" for backend, verdict in before.items()]
         named = takewhile(lambda name: not chosen.is_from(name), self.policy.order)
-        passed_over += [f"{name} has none" for name in named if name.name not in before]
+        faulty = {v.backend: f"its manifest is at fault: {v.reason}" for v in faults if v.operator == operator}
+        passed_over += [
+            f"{name}: {faulty[name.name]}" if name.name in faulty else f"{name} has none"
+            for name in named
+            if name.name not in before
+        ]
         return "; ".join(passed_over) or ("first choice" if self.policy.order else "highest priority")
 
-    def _fused(self, operator: str, site: str, row: Row, core: Mapping[Key, Choice]) -> Choice:
+    def _fused(
+        self, operator: str, site: str, row: Row, core: Mapping[Key, Choice], faults: Iterable[Verdict]
+    ) -> Choice:
         """The vendor's fused form, unless the policy overrides a part of it; else a composition of the plan's parts.
 
         An override of the fused operator itself is the more specific and wins.
@@ -196,7 +203,7 @@ class _Job:
             row = [(c, c.verdict("policy", False, reason, site) if v.accepted else v) for c, v in row]
         chosen, verdicts = _first(row)
         if chosen:
-            reason = self._why(operator, chosen, verdicts)
+            reason = self._why(operator, chosen, verdicts, faults)
             return Choice(operator, site, chosen=chosen, reason=reason, verdicts=verdicts)
         parts = {part: core.get((part, site)) for part in covers}
         lacking = [name for name, part in parts.items() if part is None or part.chosen is None]

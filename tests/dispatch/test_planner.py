@@ -142,6 +142,17 @@ def test_refusal_tells_every_backends_reason(toy: Any, make: Callable[..., Any])
     ]
 
 
+def test_faulty_entry_is_not_called_absent(toy: Any, make: Callable[..., Any]) -> None:
+    """A misspelt limit costs the implementation, and the plan says so where the next backend serves."""
+    module = toy("acme", rms_norm=kernel)
+    toy("acme", operators={"rms_norm": (Impl(f"{module.__name__}:rms_norm", limits=(one_of("dtpye", "bfloat16"),)),)})
+    made = make({"backend": "acme,reference"})
+    reason = made.choice("rms_norm", "moe").reason
+    assert reason.startswith("acme: its manifest is at fault:")
+    assert "dtpye" in reason
+    assert made.choice("swiglu_oai", "moe").reason == "acme has none"
+
+
 def test_limit_that_raises_is_a_verdict(toy: Any, make: Callable[..., Any]) -> None:
     """Comparing a number with a text is the manifest's fault, and only costs this implementation."""
     module = toy("acme", rms_norm=kernel)
