@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -71,12 +72,24 @@ def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
     for name in options.op:
         if name not in ops.NAMES:
             raise ConfigurationError(f"{name!r} is no operator.{did_you_mean(name, ops.NAMES)}")
+    for name in options.case:
+        if not select(ids=[name]):
+            raise ConfigurationError(
+                f"no case is called {name!r}.{_near(name)} `m3hal conform --list` prints every id."
+            )
     cases = select(operators=options.op, ids=options.case, quick=options.quick)
     if not cases:
-        asked = options.case[0] if options.case else ", ".join(options.op)
-        hint = did_you_mean(asked, [case.id for case in all_cases()])
-        raise ConfigurationError(f"no case is called {asked!r}.{hint} `m3hal conform --list` prints them all.")
+        raise ConfigurationError("no case meets all of --op, --case and --quick; leave one of them out.")
     return cases
+
+
+def _near(name: str) -> str:
+    """Questions and cases whose id is much like ``name``; the operators, which ids begin with, when there is none."""
+    ids = [case.id for case in all_cases()]
+    near = difflib.get_close_matches(name, sorted({*ids, *(i.rpartition("/")[0] for i in ids)}), n=3, cutoff=0.7)
+    if near:
+        return f" Near it: {', '.join(near)}."
+    return f" Ids begin with an operator: {', '.join(dict.fromkeys(case.operator for case in all_cases()))}."
 
 
 def _waivers(options: argparse.Namespace, device: str):  # type: ignore[no-untyped-def]

@@ -157,7 +157,9 @@ def _unmet(runner: Runner, cases: Sequence[Case], results: Sequence[Result]) -> 
         for found in made.backends:
             if found.manifest is not None and found.name in runner.backend.split(","):
                 for operator, impls in found.manifest.operators.items():
-                    for impl in impls:
+                    for impl in impls if isinstance(impls, tuple) else ():
+                        if not isinstance(impl, Impl):
+                            continue
                         listed[f"{operator} {impl.name or impl.path}"] = operator
         break
     operators = {result.operator for result in results if result.impl_id in ran and result.impl_id}

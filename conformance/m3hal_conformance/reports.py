@@ -50,7 +50,7 @@ def matrix(results: Sequence[Result]) -> list[list[str]]:
         found = counts(mine)
         ratios = [r.worst for r in mine if r.worst is not None]
         rows.append(
-            [operator, *(str(found[s] or ".") for s in STATUSES), f"{max(ratios):.2f}" if ratios else "", _note(mine)]
+            [operator, *(str(found[s] or ".") for s in STATUSES), f"{max(ratios):.3g}" if ratios else "", _note(mine)]
         )
     return rows
 
@@ -58,7 +58,8 @@ def matrix(results: Sequence[Result]) -> list[list[str]]:
 def _note(results: Sequence[Result]) -> str:
     failed = [r for r in results if r.status == "fail"]
     if failed:
-        return f"{len({c.name for r in failed for c in r.failed})} checks failed"
+        number = len({c.name for r in failed for c in r.failed})
+        return f"{number} check{'s' * (number != 1)} failed"
     reasons = dict.fromkeys(r.reason for r in results if r.status == "unsupported")
     first = next(iter(reasons), "")
     return first + (f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else "")

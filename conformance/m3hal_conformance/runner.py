@@ -32,6 +32,17 @@ class Unsupported(Exception):
     """Why a case is not asked of a backend, as a reason."""
 
 
+class Faulty(Unsupported):
+    """Why a case can't be asked although the backend says that it serves it. check: ``manifest`` or ``bind``."""
+
+    def __init__(self, check: str, sentence: str) -> None:
+        super().__init__(check, sentence)
+        self.check, self.sentence = check, sentence
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.sentence}"
+
+
 @dataclass(frozen=True)
 class Offer:
     """What a backend has for an operator at a site. impl: what it declares; None for a composition of core ones."""
@@ -52,7 +63,7 @@ class Runner:
     seed: int = 0
     #: impl_ids that some case found right only thanks to a declared freedom
     needed_freedom: set[str] = field(default_factory=set, repr=False)
-    _offers: dict[tuple[str, Site, str], Offer | str] = field(default_factory=dict, repr=False)
+    _offers: dict[tuple[str, Site, str], Offer | Unsupported] = field(default_factory=dict, repr=False)
 
     @cached_property
     def torch_device(self) -> torch.device:
@@ -83,6 +94,8 @@ class Runner:
             trial.bind_another = partial(self._bind_another, case)
             self._fits(trial)
             checks = tuple(self._check(trial, name) for name in case.checks)
+        except Faulty as error:
+            return result("fail", (CheckResult(error.check, False, None, error.sentence),))
         except (Unsupported, UncalibratedError) as error:
             return result("unsupported", reason=str(error))
         if trial.needed_freedom:
@@ -91,16 +104,19 @@ class Runner:
         return result(status, checks, impl_id=offer.bound.impl_id)
 
     def offer(self, operator: str, site: Site, layout: str) -> Offer:
-        """What the backend has for this operator at this site; raises Unsupported with its reason when nothing."""
+        """What the backend has for this operator at this site; raises Unsupported with its reason when nothing.
+
+        Raises Faulty when the backend's manifest or factory is to blame.
+        """
         key = (operator, site, layout)
         if key not in self._offers:
             try:
                 self._offers[key] = self._bind(operator, site, layout)
             except Unsupported as error:
-                self._offers[key] = str(error)
+                self._offers[key] = type(error)(*error.args)  # a new one: it holds no frames of the vendor's
         found = self._offers[key]
-        if isinstance(found, str):
-            raise Unsupported(found)
+        if isinstance(found, Unsupported):
+            raise found.with_traceback(None)
         return found
 
     def plan(self, operator: str, site: Site, layout: str = "hnd") -> Plan:
@@ -120,12 +136,18 @@ class Runner:
     def _bind(self, operator: str, site: Site, layout: str) -> Offer:
         made = self.plan(operator, site, layout)
         choice = made.choice(operator, site.kind)
+        faults = [f"{verdict.backend} {verdict.impl}: {verdict.reason}" for verdict in made.faults
+                  if verdict.operator == operator]  # fmt: skip
+        if faults:  # also where another entry serves the site: the one at fault would silently never run
+            raise Faulty("manifest", "; ".join(faults))
         if not choice.is_served:
             reasons = [str(verdict.reason) for verdict in choice.verdicts if not verdict.accepted]
-            reasons += [verdict.reason for verdict in made.faults if verdict.operator == operator]
             raise Unsupported("; ".join(dict.fromkeys(reasons)) or f"{self.backend} does not implement {operator}")
-        # A factory that raises although the manifest accepts the site is a failure of every case there.
-        return Offer(made.bind(operator, site.kind), choice.chosen.impl if choice.chosen else None)
+        try:
+            bound = made.bind(operator, site.kind)
+        except M3halError as error:  # what a factory raises or returns, as a sentence
+            raise Faulty("bind", " ".join(str(error).split())) from error
+        return Offer(bound, choice.chosen.impl if choice.chosen else None)
 
     def identity(self, case: Case) -> str:
         """The impl_id of what would run a case, computed from the installed files; nothing is bound for a plain one."""

@@ -1,0 +1,107 @@
+"""What a vendor got wrong before a kernel runs is a failure with its sentence, neither unsupported nor a crash."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from m3hal_conformance import reports
+from m3hal_conformance.results import CheckResult, Result
+from m3hal_conformance.runner import Runner
+from m3hal_conformance.suite import select
+
+from m3hal.cli import main
+from m3hal.dispatch import Impl, Manifest, one_of, register, unregister
+from m3hal.reference import bind_definition
+
+CASE = "rms_norm/no_token"
+
+
+def raises(site):
+    raise RuntimeError("the library\nis too old")
+
+
+def no_callable(site):
+    return 5
+
+
+def right(site):
+    from m3hal import ops
+
+    return bind_definition(ops.load("rms_norm"), site)
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Registers a backend ``faulty`` with one entry for rms_norm."""
+    module = SimpleNamespace(raises=raises, no_callable=no_callable, right=right, __spec__=None)
+    monkeypatch.setitem(sys.modules, "m3hal_faulty", module)
+
+    def made(entry):
+        register(Manifest("faulty", "m3hal tests", ">=1,<2", ("cpu",), {"rms_norm": entry}))
+
+    yield made
+    unregister("faulty")
+
+
+def impl(name, **what):
+    return Impl(f"m3hal_faulty:{name}", **what)
+
+
+@pytest.mark.parametrize(
+    ("entry", "check", "sentence"),
+    [
+        ((impl("right", limits=(one_of("dtyp", "bfloat16"),)),), "manifest", "Did you mean 'dtype'?"),
+        ((impl("right"), impl("raises", limits=(one_of("dtyp", "bfloat16"),))), "manifest", "raises: it limits 'dtyp'"),
+        (impl("right"), "manifest", "must be a tuple of Impl"),
+        ((impl("raises"),), "bind", "RuntimeError: the library is too old"),
+        ((impl("no_callable"),), "bind", "returned 5"),
+        ((impl("not_there"),), "bind", "AttributeError"),
+    ],
+)
+def test_fault_fails_the_run(faulty, capsys, entry, check, sentence):
+    """The command exits with 1 and names the fault, in fp32 and in bf16."""
+    faulty(entry)
+    assert main(["conform", "--backend", "faulty", "--device", "cpu", "--case", CASE]) == 1
+    printed = capsys.readouterr().out
+    assert f"FAIL {CASE}/float32\n  {check}: " in printed
+    assert printed.count(sentence) == 2
+    assert "1 check failed" in printed
+
+
+def test_fault_of_one_operator_leaves_the_others(faulty):
+    """The run goes on: cases of another operator keep their own result."""
+    faulty((impl("raises"),))
+    results = Runner("faulty", "cpu").run(select(ids=[CASE, "linear/square"]))
+    assert {(r.operator, r.status) for r in results} == {("rms_norm", "fail"), ("linear", "unsupported")}
+
+
+@pytest.mark.parametrize(("ratio", "printed"), [(1e308, "1e+308"), (float("inf"), "inf"), (0.4321, "0.432")])
+def test_ratios_are_short(ratio, printed):
+    """Three digits, whatever the size."""
+    found = Result("a/b/c", "a", "float32", "fail", (CheckResult("oracle", False, ratio, "far"),))
+    assert reports.matrix([found])[1][5:] == [printed, "1 check failed"]
+
+
+def test_failed_checks_are_counted():
+    """Two checks are plural."""
+    found = Result("a/b/c", "a", "float32", "fail", tuple(CheckResult(n, False) for n in ("oracle", "rerun")))
+    assert reports.matrix([found])[1][6] == "2 checks failed"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [("foo", "begin with an operator: rms_norm, "), ("rms_norm/no_tokn", "rms_norm/no_token")],
+)
+def test_unknown_case_is_a_short_refusal(capsys, asked, sentence):
+    """Near matches or the operators, not every id; also beside an id that is known."""
+    assert main(["conform", "--backend", "reference", "--case", CASE, "--case", asked]) == 2
+    printed = capsys.readouterr().err
+    assert f"no case is called {asked!r}" in printed
+    assert sentence in printed
+    assert len(printed) < 700
+
+
+def test_selection_that_contradicts_itself_is_said(capsys):
+    """A case of another operator than the one asked for."""
+    assert main(["conform", "--backend", "reference", "--op", "linear", "--case", CASE]) == 2
+    assert "no case meets all of" in capsys.readouterr().err
