@@ -52,7 +52,11 @@ COMMANDS: dict[str, ModuleType] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse exits with 2 by itself."""
-    arguments = parser().parse_args(argv)
+    top = parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        top.print_help(sys.stderr)
+        return USAGE
+    arguments = top.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a vendor's name may not fit the terminal's encoding
     try:

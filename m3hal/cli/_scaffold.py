@@ -28,9 +28,9 @@ packages = ["m3hal_NAME"]
 """
 
 MANIFEST = '''\
-"""What Name offers to MiniMax-M3, as data: the standard library and m3hal.dispatch.manifest only."""
+"""What Name offers to MiniMax-M3, as data: importing only the standard library and m3hal."""
 
-from m3hal.dispatch.manifest import Impl, Manifest, one_of
+from m3hal import Impl, Manifest, one_of
 
 MANIFEST = Manifest(
     name="NAME",

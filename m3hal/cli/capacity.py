@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The machine and the model, then what is assumed."""
     parser.add_argument("--model", default="MiniMax-M3", help=f"a path or one of {', '.join(PUBLISHED)}")
     parser.add_argument("--gpu", required=True, metavar="NAMExN", help=f"one of {', '.join(GPUS)}, times N")
-    parser.add_argument("--parallel", default="tp1", help="tpN, tepN or depN (default: %(default)s)")
+    parser.add_argument("--parallel", help="tpN, tepN or depN (default: dep over all GPUs, tp1 on one)")
     parser.add_argument("--context", default="128K", help="tokens per sequence, e.g. 256K (default: %(default)s)")
     parser.add_argument("--kv", default="bf16", help="format of keys and values (default: %(default)s)")
     parser.add_argument("--index", help="format of index keys (default: that of --kv)")
@@ -108,11 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _answer(arguments: argparse.Namespace) -> Answer:
     gpu, gpus = _gpus(arguments.gpu)
-    parallel = Parallel.parse(arguments.parallel)
+    named = arguments.parallel or (f"dep{gpus}" if gpus > 1 else "tp1")
+    parallel = Parallel.parse(named)
     if gpus % parallel.ranks:
-        raise ConfigurationError(
-            f"{gpus} GPUs can't be divided into groups of {parallel.ranks} for {arguments.parallel}."
-        )
+        raise ConfigurationError(f"{gpus} GPUs can't be divided into groups of {parallel.ranks} for {named}.")
     if not 0 < arguments.utilization <= 1:
         raise ConfigurationError(f"--utilization {arguments.utilization} must be above 0 and at most 1.")
     kv = cache_format(arguments.kv, "--kv")
@@ -127,12 +126,14 @@ def _answer(arguments: argparse.Namespace) -> Answer:
             caches["drafter"] = drafter_caches(arguments.drafter, shape.page_size)
         whole = weights_of(shape_of(config, _ONE, kv, index, context), config, scheme, _ONE).total
     except (ValueError, KeyError) as error:
-        raise ConfigurationError(f"{arguments.model} on {arguments.parallel}: {error}.") from error
+        raise ConfigurationError(f"{arguments.model} on {named} (--parallel): {error}.") from error
     if published:  # what the checkpoint holds besides these matrices is counted on every GPU
         weights = replace(weights, rest=weights.rest + published - whole)
     size = gpu_memory(gpu) if arguments.memory is None else int(arguments.memory * 1e9)
     usable, reserve = int(size * arguments.utilization), int(arguments.reserve * 1e9)
     assumptions = _assumptions(arguments, size, scheme, published, whole)
+    if not arguments.parallel:
+        assumptions = (*assumptions, f"the model lies over the GPUs as {named} (--parallel)")
     return Answer(gpu, gpus, parallel, context, size, usable, weights, reserve, caches, assumptions)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from m3hal.cli.output import emit
-from m3hal.dispatch.errors import ConfigurationError, M3halError
+from m3hal.dispatch.errors import ConfigurationError, UnsupportedError
 
 _FOUND = "all shards were there already; only m3hal validate tells whether they hold this source's numbers\n"
 _INTERRUPTED = 130  # what shells report for SIGINT
@@ -43,7 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         from m3hal.checkpoint.convert.preview import preview
         from m3hal.checkpoint.convert.progress import duration
     except ImportError as error:
-        raise M3halError(f"converting needs NumPy ({error}); install it with: pip install 'm3hal[convert]'") from None
+        text = f"converting needs NumPy ({error}); install it with: pip install 'm3hal[convert]'"
+        raise UnsupportedError(text) from None
+    if not arguments.source.is_dir():
+        raise ConfigurationError(f"{arguments.source} is not a folder; name the downloaded checkpoint's folder")
     if arguments.workers < 1:
         raise ConfigurationError(f"--workers {arguments.workers} leaves nobody to work; give 1 or more")
     profile = convert.PROFILES[arguments.profile]

@@ -18,11 +18,13 @@ from typing import Any
 
 from m3hal import ops
 from m3hal._published import as_published
+from m3hal.cli._memory import ALIASES
 from m3hal.cli.output import emit
-from m3hal.dispatch import Plan, Policy, devices, pin, plan
+from m3hal.dispatch import Plan, Policy, devices, discovery, pin, plan
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal.dispatch.names import LEVELS
 from m3hal.dispatch.planner import VLLM_HOLDS
+from m3hal.formats import PLAIN_FORMATS
 from m3hal.layouts import CACHE_FORMATS, PAGE_MAPS
 from m3hal.shape import MINIMAX_M3, ModelShape
 
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("what to plan for")
     target.add_argument("--device", help="e.g. cuda:sm_90; default: this machine's first")
     target.add_argument("--model", metavar="PATH", help="a checkpoint's folder or config.json; default: MiniMax-M3")
-    target.add_argument("--dtype", default="bfloat16", help="of activations (default: %(default)s)")
+    target.add_argument("--dtype", default="bfloat16", help="of activations, e.g. bf16 or fp32 (default: %(default)s)")
     target.add_argument("--kv-format", help="of the KV cache; default: the dtype")
     target.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     target.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
@@ -61,21 +63,50 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"{arguments.operator!r} is no operator.{hint}")
     made = plan(
         _shape(arguments),
-        arguments.device or devices.detect()[0].device,
+        _known(arguments.device) if arguments.device else devices.detect()[0].device,
         Policy.resolve(_asked(arguments), carrier="the command line"),
         engine=VLLM_HOLDS if arguments.engine == "vllm" else {},
         cache_layouts=_layouts(arguments),
     )
     if arguments.diff:
         return _diff(arguments, made)
-    emit(arguments, _data(made, arguments.operator), made.explain(arguments.operator))
+    emit(arguments, _data(made, arguments.operator), _text(made, arguments.operator))
     return 3 if made.in_tree and not made.policy.in_tree else 0
+
+
+def _known(device: str) -> str:
+    """The device, if m3hal or the manifest of an installed backend names its kind."""
+    kind = devices.kind(devices.check(device))
+    if kind in devices.KINDS:
+        return device
+    manifests = [found.manifest for found in discovery.discover() if found.manifest]
+    kinds = {devices.kind(pattern) for manifest in manifests for pattern in manifest.devices}
+    others = sorted(kinds - {*devices.KINDS, "*"})  # the reference's "*" names no kind
+    if devices.matches(kind, others):
+        return device
+    known = ", ".join(["cpu", "cuda:sm_XX", "hip:gfxXXX", "hpu:gaudi2", *(f"{other}:*" for other in others)])
+    raise ConfigurationError(f"{device!r} is of no kind that m3hal or an installed backend knows: {known}.")
+
+
+def _dtype(arguments: argparse.Namespace) -> str:
+    dtype: str = ALIASES.get(arguments.dtype, arguments.dtype)
+    if dtype not in PLAIN_FORMATS:
+        hint = did_you_mean(arguments.dtype, PLAIN_FORMATS)
+        raise ConfigurationError(f"--dtype {arguments.dtype} is no format of activations.{hint}")
+    return dtype
 
 
 def _layouts(arguments: argparse.Namespace) -> tuple[str, ...]:
     if arguments.layouts:
         return tuple(arguments.layouts.split(","))
-    return CACHE_FORMATS.get(arguments.kv_format or arguments.dtype, PAGE_MAPS)[:1]
+    return CACHE_FORMATS.get(arguments.kv_format or _dtype(arguments), PAGE_MAPS)[:1]
+
+
+def _text(made: Plan, operator: str | None) -> str:
+    """The explanation, which has no row for an operator that stays inside vLLM's own model."""
+    if operator and made.in_tree and operator not in {choice.operator for choice in made.choices}:
+        return f"{made.table()}\n\n{operator}: vLLM's own model serves it; m3hal dispatches nothing"
+    return made.explain(operator)
 
 
 def _data(made: Plan, operator: str | None) -> dict[str, Any]:
@@ -106,14 +137,14 @@ def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shape(arguments: argparse.Namespace) -> ModelShape:
-    config = MINIMAX_M3
+    dtype, config = _dtype(arguments), MINIMAX_M3
     if arguments.model:
         path = Path(arguments.model)
         config = _read(path / "config.json" if path.is_dir() else path, "a model's config.json")
     try:
         return ModelShape.from_config(
             config,
-            dtype=arguments.dtype,
+            dtype=dtype,
             kv_format=arguments.kv_format,
             index_format=arguments.kv_format,
             # MSA needs pages of exactly one sparse block.

@@ -15,7 +15,9 @@ import re
 from pathlib import Path
 
 from m3hal.cli._scaffold import FILES
+from m3hal.dispatch.discovery import REFERENCE
 from m3hal.dispatch.errors import ConfigurationError
+from m3hal.dispatch.names import RESERVED
 
 HELP = "write a new backend that can be installed and passes"
 
@@ -29,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Writes the files; refuses a folder that is there already."""
     name: str = arguments.name
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in ("auto", "vllm", "reference"):
+    if name in (*RESERVED, REFERENCE):
+        raise ConfigurationError(f"the name {name!r} is reserved by m3hal; choose another, e.g. 'acme'.")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ConfigurationError(
             f"{name!r} can't be a backend's name; use lower-case letters, digits and '_', e.g. 'acme'."
         )

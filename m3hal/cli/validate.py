@@ -1,7 +1,7 @@
 """Checks a converted checkpoint against its source, with a reader and tables that share nothing with the converter.
 
 Names, shapes, index, config, all scales and all unconverted bytes are always checked; of the experts' elements all, or
-those of N matrices. Exit codes: 0 valid, 1 the self-test failed, 2 usage, and for faults the first of
+those of N matrices. Exit codes: 0 valid, 1 the self-test failed, 2 usage, 3 no NumPy, and for faults the first of
 
     10 unreadable   a file is no whole safetensors or JSON file
     11 missing      a tensor that the source asks for is absent
@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from m3hal.cli.output import emit
-from m3hal.dispatch.errors import ConfigurationError, M3halError
+from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError
 
 HELP = "check a converted checkpoint against its source"
 
@@ -46,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from m3hal.checkpoint import validate
     except ImportError as error:
-        raise M3halError(f"validating needs NumPy ({error}); install it with: pip install 'm3hal[convert]'") from None
+        text = f"validating needs NumPy ({error}); install it with: pip install 'm3hal[convert]'"
+        raise UnsupportedError(text) from None
     for folder in (arguments.target, arguments.source):
         if not folder.is_dir():
             raise ConfigurationError(f"{folder} is not a folder; name a checkpoint's folder")

@@ -98,8 +98,10 @@ class Plan:
         return found.pop()
 
     def rows(self, operator: str) -> tuple[Choice, ...]:
-        """The choices for one operator, by site. Raises M3halError for an unknown operator."""
+        """The choices for one operator, by site. Raises M3halError for one that is unknown or vLLM's own."""
         found = tuple(choice for choice in self.choices if choice.operator == operator)
+        if not found and self.in_tree and operator in ops.NAMES:
+            raise M3halError(f"vLLM's own model serves {operator} and m3hal dispatches nothing, because {self.reason}.")
         if not found:
             known = {choice.operator for choice in self.choices}
             raise ConfigurationError(f"{operator!r} is not an operator of this plan.{did_you_mean(operator, known)}")

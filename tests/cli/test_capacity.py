@@ -136,3 +136,15 @@ def test_no_torch_is_needed() -> None:
     command = ["capacity", *FLASH.split()]
     code = f"import sys; from m3hal.cli import main; main({command!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_model_lies_over_all_gpus_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    """dep over several, tp1 on one; the assumption is told, and gone once the user decides."""
+    command = "--model MiniMax-M3-MXFP8 --kv fp8 --gpu B300x4"
+    chosen, told = ask(command, capsys), ask(command + " --parallel dep4", capsys)
+    assert chosen.pop("assumptions") == [
+        *told.pop("assumptions"),
+        "the model lies over the GPUs as dep4 (--parallel)",
+    ]
+    assert chosen == told
+    assert ask("--gpu H200", capsys, code=1)["parallel"] == "tp1"

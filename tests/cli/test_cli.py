@@ -122,6 +122,8 @@ def test_explain_an_operator_for_a_device_that_is_not_here(run: Any) -> None:
         (("--backend", "acme"), 3, "it runs on hip:gfx950; not on cpu"),
         (("--backend", "acme", "--device", "hip:gfx950"), 1, "ask for 'acme,reference'"),
         (("--device", "cuda"), 2, "cuda:sm_90"),
+        (("--device", "gpu"), 2, "knows: cpu, cuda:sm_XX, hip:gfxXXX, hpu:gaudi2."),
+        (("--dtype", "int8"), 2, "--dtype int8 is no format of activations. Known: bfloat16, float32, float64."),
         (("--operator", "rms_norm"), 2, "must read OP=BACKEND"),
         (("--operator", "rmsnorm=acme"), 2, "Did you mean 'rms_norm'"),
         (("--model", "/nowhere"), 2, "can't be read as a model's config.json"),
@@ -232,7 +234,87 @@ def test_every_command_documents_itself_and_knows_json(name: str, capsys: pytest
 
 def test_usage_errors_exit_with_2() -> None:
     """argparse's own."""
-    for arguments in ((), ("dance",), ("explain", "--min-level", "perfect")):
+    for arguments in (("--json",), ("dance",), ("explain", "--min-level", "perfect")):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
+
+
+def test_no_command_lists_the_commands(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stderr and with 2, as a usage error; so does the program without arguments."""
+    monkeypatch.setattr(sys, "argv", ["m3hal"])
+    code, out, err = run()
+    assert (code, out) == (2, "")
+    assert all(name in err for name in COMMANDS)
+    assert main() == 2
+
+
+@pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("fp32", "float32")])
+def test_explain_takes_short_names_of_dtypes(run: Any, short: str, long: str) -> None:
+    """The plan is that of the whole name."""
+    plans = [run("explain", "--backend", "reference", "--dtype", dtype, "--json") for dtype in (short, long)]
+    assert plans[0] == plans[1]
+    assert plans[0][0] == 0
+
+
+def test_explain_takes_a_kind_that_an_installed_manifest_names(run: Any) -> None:
+    """A third party's device is legal, and told among the known ones."""
+    rms_norm = Impl("m3hal.reference:rms_norm")
+    register(Manifest("novel", "toy", ">=1,<2", ("npu:*",), {"rms_norm": (rms_norm,)}))
+    try:
+        assert run("explain", "--device", "npu:v1", "--backend", "vllm")[0] == 0
+        assert "hpu:gaudi2, npu:*." in run("explain", "--device", "gpu")[2]
+        assert run("explain", "--device", "npu:v1", "--deny", "novel")[0] == 3
+    finally:
+        unregister("novel")
+
+
+def test_explain_an_operator_that_vllm_keeps(run: Any) -> None:
+    """Asking for vLLM's model answers who serves the operator, and is no usage error."""
+    code, out, _ = run("explain", "sparse_attention", "--backend", "vllm")
+    assert code == 0
+    assert "sparse_attention: vLLM's own model serves it; m3hal dispatches nothing" in out
+    shape = m3hal.ModelShape.from_config(
+        m3hal.MINIMAX_M3, dtype="float32", page_size=128, max_tokens=16, max_seqs=2, max_context=256
+    )
+    made = m3hal.plan(shape, "cpu", m3hal.Policy.resolve({"backend": "vllm"}))
+    with pytest.raises(m3hal.M3halError, match="vLLM's own model serves rms_norm and m3hal dispatches nothing"):
+        made.rows("rms_norm")
+
+
+@pytest.mark.parametrize("command", ["convert mxfp4-to-fp8 SRC DST --profile hopper", "validate DST --source SRC"])
+def test_checkpoint_commands_without_numpy_exit_with_3(command: str) -> None:
+    """One sentence that names the extra."""
+    program = "import sys; sys.modules['numpy'] = None; from m3hal.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", program, *command.split()], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert "needs NumPy" in done.stderr
+    assert done.stderr.endswith("pip install 'm3hal[convert]'\n")
+
+
+def test_convert_without_a_source_is_a_usage_error(run: Any, tmp_path: Path) -> None:
+    """2, dry or not, as for validate."""
+    paths = (str(tmp_path / "none"), str(tmp_path / "fp8"))
+    for extra in ((), ("--dry-run",)):
+        code, _, err = run("convert", "mxfp4-to-fp8", *paths, "--profile", "hopper", *extra)
+        assert code == 2
+        assert "none is not a folder" in err
+
+
+@pytest.mark.parametrize("name", ["reference", "auto", "vllm"])
+def test_new_backend_refuses_reserved_names(run: Any, name: str, tmp_path: Path) -> None:
+    """And says so; nothing is written."""
+    code, _, err = run("new-backend", name, "--into", str(tmp_path))
+    assert code == 2
+    assert f"the name {name!r} is reserved" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_new_backend_imports_from_m3hal(run: Any, tmp_path: Path) -> None:
+    """The scaffold's manifest loads, by the names that the documentation uses."""
+    assert run("new-backend", "fresh", "--into", str(tmp_path))[0] == 0
+    text = (tmp_path / "m3hal-fresh" / "m3hal_fresh" / "__init__.py").read_text()
+    assert "from m3hal import Impl, Manifest, one_of" in text
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert names["MANIFEST"].name == "fresh"
