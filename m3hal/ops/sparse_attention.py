@@ -41,14 +41,16 @@ def sparse_attention(
         kv: cache of Hkv heads of dimension D; query head h reads kv head ``h // (Hq // Hkv)``.
         block_ids: int32 [T, Hkv, k], logical block numbers (position // block_size), ascending, -1 in the tail. Ids
             past the query's own block are ignored.
-        meta: which tokens belong to which request, their lengths and pages.
+        meta: of each request b, its query tokens cu_q[b]:cu_q[b + 1] of the T, its length seq_lens[b] (those tokens
+            included, as the last ones; 0 marks padding), and the pages of its keys, block_table[b].
         scale: multiplies q.k; 128 ** -0.5 in MiniMax-M3.
         block_size: positions per block.
         return_lse: also return the log-sum-exp.
+        traits: roundings of an implementation to reproduce; EXACT is none.
 
     Returns:
-        out [T, Hq, D] in q's dtype, and with ``return_lse`` the natural-log lse, fp32 [T, Hq]. An empty key set, and
-        every row of a padded request, gives zeros and -inf.
+        out [T, Hq, D] in q's dtype, and with ``return_lse`` the natural-log lse [T, Hq], fp32 (fp64 for an fp64 q). An
+        empty key set, and every row of a padded request, gives zeros and -inf.
     """
     tokens, q_heads, dim = q.shape
     groups = kv.layout.heads
@@ -68,7 +70,8 @@ def sparse_attention(
         causal = key_position <= query_position[:, None]
         visible = selected & causal[:, None]
 
-        grouped = as_queries(q[first:last], compute, traits).view(last - first, groups, q_heads // groups, dim)
+        queries = as_queries(q[first:last], compute, traits)  # in the dtype of the computation, rounded as traits say
+        grouped = queries.view(last - first, groups, q_heads // groups, dim)
         rows, row_lse = masked_attention(grouped, k.to(compute), v.to(compute), visible, scale, traits)
         out[first:last] = rows.flatten(1, 2).to(q.dtype)
         lse[first:last] = row_lse.flatten(1, 2)

@@ -8,6 +8,11 @@
 
 To ``torch.compile`` everything between the projections is one opaque operator, ``torch.ops.m3hal.attention``, that
 finds its layer by name: caches and batch metadata reach a layer through vLLM's forward context, not as arguments.
+
+``operators`` are the plan's implementations for this kind of layer: ``run(name)`` is the callable, to which scale,
+block size and the other static values were bound when the model was built; ``bound[name]`` also knows how the
+implementation plans a batch. Each cache names the operator that reads it, because that operator plans the batch over
+it, once per forward for all layers: ``batch.meta[name]`` is what it takes then.
 """
 
 from __future__ import annotations
@@ -78,7 +83,8 @@ class M3Attention(nn.Module):
             out.zero_()
             return
         batch = batches[self.kv.name]
-        tokens = batch.tokens  # rows past them are padding
+        tokens = batch.tokens
+        out[tokens:].zero_()  # padding
         q_out = out[:tokens].view(tokens, self.site.num_q_heads, self.site.head_dim)
         rows = (qkv[:tokens], self.norms, positions[:tokens], self.cos_sin)
         if not self.is_sparse:
@@ -103,14 +109,14 @@ def _projections(site: Site, vllm_config: Any, prefix: str) -> tuple[nn.Module, 
     """vLLM's tensor-parallel linears. They take the whole model's head counts and split or replicate by themselves."""
     config = vllm_config.model_config.hf_text_config
     q_heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    kinds = {"bias": False, "quant_config": vllm_config.quant_config}
+    common = {"bias": False, "quant_config": vllm_config.quant_config}
     sizes = (site.hidden_size, site.head_dim, q_heads, kv_heads)
     name = f"{prefix}.qkv_proj"
     if site.kind == "sparse_attention":  # one index head per kv head, and one index key
-        qkv = MinimaxM3QKVParallelLinearWithIndexer(*sizes, kv_heads, site.index_dim, **kinds, prefix=name)
+        qkv = MinimaxM3QKVParallelLinearWithIndexer(*sizes, kv_heads, site.index_dim, **common, prefix=name)
     else:
-        qkv = QKVParallelLinear(*sizes, **kinds, prefix=name)
-    o = RowParallelLinear(q_heads * site.head_dim, site.hidden_size, **kinds, prefix=f"{prefix}.o_proj")
+        qkv = QKVParallelLinear(*sizes, **common, prefix=name)
+    o = RowParallelLinear(q_heads * site.head_dim, site.hidden_size, **common, prefix=f"{prefix}.o_proj")
     return qkv, o
 
 
