@@ -20,7 +20,7 @@ from m3hal import ops
 from m3hal._published import as_published
 from m3hal.cli._memory import ALIASES
 from m3hal.cli.output import emit
-from m3hal.dispatch import Plan, Policy, devices, discovery, pin, plan
+from m3hal.dispatch import Plan, Policy, admission, devices, discovery, pin, plan
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal.dispatch.names import LEVELS
 from m3hal.dispatch.planner import VLLM_HOLDS
@@ -61,10 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.operator is not None and arguments.operator not in (*ops.NAMES, *VLLM_HOLDS):
         hint = did_you_mean(arguments.operator, ops.NAMES)
         raise ConfigurationError(f"{arguments.operator!r} is no operator.{hint}")
+    policy = Policy.resolve(_asked(arguments), carrier="the command line")
     made = plan(
         _shape(arguments),
-        _known(arguments.device) if arguments.device else devices.detect()[0].device,
-        Policy.resolve(_asked(arguments), carrier="the command line"),
+        _known(arguments.device, policy) if arguments.device else devices.detect()[0].device,
+        policy,
         engine=VLLM_HOLDS if arguments.engine == "vllm" else {},
         cache_layouts=_layouts(arguments),
     )
@@ -74,12 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 3 if made.in_tree and not made.policy.in_tree else 0
 
 
-def _known(device: str) -> str:
-    """The device, if m3hal or the manifest of an installed backend names its kind."""
+def _known(device: str, policy: Policy) -> str:
+    """The device, if m3hal or the manifest of a backend that the policy admits names its kind."""
     kind = devices.kind(devices.check(device))
     if kind in devices.KINDS:
         return device
-    manifests = [found.manifest for found in discovery.discover() if found.manifest]
+    admitted = discovery.discover(lambda name, distribution: admission.refusal(policy, name, distribution))
+    manifests = [found.manifest for found in admitted if found.manifest]
     kinds = {devices.kind(pattern) for manifest in manifests for pattern in manifest.devices}
     others = sorted(kinds - {*devices.KINDS, "*"})  # the reference's "*" names no kind
     if devices.matches(kind, others):

@@ -269,6 +269,20 @@ def test_explain_takes_a_kind_that_an_installed_manifest_names(run: Any) -> None
         unregister("novel")
 
 
+def test_an_unknown_kind_imports_no_backend_that_the_policy_excludes(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for a kind among manifests asks the policy about each backend first, as planning does."""
+    asked = []
+
+    def spy(refusal: Any = None) -> tuple[()]:
+        asked.append(refusal("acme", "toy"))
+        return ()
+
+    monkeypatch.setattr("m3hal.cli.explain.discovery.discover", spy)
+    assert run("explain", "--device", "gpu", "--deny", "acme")[0] == 2
+    assert asked[0] is not None
+    assert "den" in asked[0]
+
+
 def test_explain_an_operator_that_vllm_keeps(run: Any) -> None:
     """Asking for vLLM's model answers who serves the operator, and is no usage error."""
     code, out, _ = run("explain", "sparse_attention", "--backend", "vllm")
