@@ -19,14 +19,19 @@ from m3hal_conformance.case import DTYPES, Case
 from m3hal_conformance.claim import compare, make_claim, read, verify
 from m3hal_conformance.composed import check_layer
 from m3hal_conformance.coverage import cover
+from m3hal_conformance.harness import torch_threads
 from m3hal_conformance.results import Result, WaiverError, apply_waivers, exit_code, read_waivers, unused
-from m3hal_conformance.runner import Runner
+from m3hal_conformance.runner import Runner, default_threads
 from m3hal_conformance.suite import all_cases, select
 
 
 def conform(options: argparse.Namespace) -> int:
     """Runs the suite against a backend and writes what was asked for. Exit codes 0, 1, 2, 3 as in ``exit_code``."""
-    runner = Runner(_backend(options.backend), options.device or detect()[0].device, options.seed)
+    backend = _backend(options.backend)
+    threads = default_threads(backend) if options.threads is None else options.threads
+    if threads < 1:
+        raise ConfigurationError(f"--threads takes 1 or more, not {threads}.")
+    runner = Runner(backend, options.device or detect()[0].device, options.seed, threads)
     cases = _cases(options)
     if options.list:
         print("\n".join(case.id for case in cases))
@@ -36,7 +41,8 @@ def conform(options: argparse.Namespace) -> int:
     results = runner.run(cases, reports.Progress(len(cases)))
     coverage, extra = cover(runner, cases, results)
     if not options.op and not options.case:
-        extra += [check_layer(runner, dtype) for dtype in DTYPES]
+        with torch_threads(1):
+            extra += [check_layer(runner, dtype) for dtype in DTYPES]
     everything = apply_waivers([*results, *extra], waivers, datetime.date.today())
     claim = make_claim(runner, cases, everything[: len(cases)], coverage)
     _write(options, claim, everything)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from m3hal.dispatch import Bound
+from m3hal.layouts import PagedCache
 from m3hal.ops import ExpertWeights, Operator, SeqMeta
 from m3hal_conformance.bounds import bits
 from m3hal_conformance.guard import Slab
@@ -55,10 +57,12 @@ class Carved:
 
 
 class Harness:
-    """Runs one bound operator. device: where tensors go; lazy: inputs that are not carved."""
+    """Runs one bound operator. device: where tensors go; lazy: inputs that are not carved; threads: of torch's CPU."""
 
-    def __init__(self, operator: Operator, bound: Bound, device: torch.device, lazy: tuple[str, ...] = ()) -> None:
-        self.operator, self.bound, self.device, self.lazy = operator, bound, device, lazy
+    def __init__(
+        self, operator: Operator, bound: Bound, device: torch.device, lazy: tuple[str, ...] = (), threads: int = 1
+    ) -> None:
+        self.operator, self.bound, self.device, self.lazy, self.threads = operator, bound, device, lazy, threads
         self._statics = operator.static_values(bound.site)
 
     def call(self, inputs: Mapping[str, Any], which: int = 0) -> Outcome:
@@ -94,9 +98,7 @@ class Harness:
         def empty(tensor: Tensor) -> Tensor:
             return keep(Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which))
 
-        lazy = {
-            name: map_tensors(value, lambda t: t.to(self.device)) for name, value in inputs.items() if name in self.lazy
-        }
+        lazy = {name: on_device(inputs[name], pages_in_use(inputs), self.device) for name in self.lazy}
         guarded = map_tensors({name: value for name, value in inputs.items() if name not in self.lazy}, hold)
         out = map_tensors(self.expected(inputs), empty)
         given = {name: lazy[name] if name in lazy else guarded[name] for name in inputs}
@@ -131,7 +133,8 @@ class Harness:
         options: dict[str, Any] = {} if carved.out is None else {"out": carved.out}
         if carved.workspace is not None:
             options["workspace"] = carved.workspace.view
-        return self.bound.run(*arguments, **options)
+        with torch_threads(self.threads):
+            return self.bound.run(*arguments, **options)
 
     def outcome(self, carved: Carved, inputs: Mapping[str, Any], returned: Any) -> Outcome:
         found = Outcome(named(self.operator, carved.out, self._mutated(carved)))
@@ -161,6 +164,19 @@ class Harness:
         return Slab((size,), (1,), torch.uint8, self.device, which) if size else None
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Inside the block torch's CPU operations use ``count`` threads."""
+    before = torch.get_num_threads()
+    if count != before:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count != before:
+            torch.set_num_threads(before)
+
+
 def named(operator: Operator, out: Any, mutated: Mapping[str, Any]) -> Named:
     """Outputs and mutated arguments by name, copied to the CPU."""
     found = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _output_names(operator, out)}
@@ -169,6 +185,26 @@ def named(operator: Operator, out: Any, mutated: Mapping[str, Any]) -> Named:
             if path.endswith("buf"):
                 found[path] = _copied(tensor)
     return found
+
+
+def pages_in_use(inputs: Mapping[str, Any]) -> Tensor:
+    """int64: the pages that slots or block tables among the inputs name; the others of a cache may hold anything."""
+    named_by = [value.block_table for value in inputs.values() if isinstance(value, SeqMeta)]
+    caches = [value for value in inputs.values() if isinstance(value, PagedCache)]
+    named_by += [
+        inputs["slots"][inputs["slots"] >= 0] // cache.layout.page_size for cache in caches if "slots" in inputs
+    ]
+    return torch.cat([pages.flatten().long() for pages in named_by]).unique()
+
+
+def on_device(cache: PagedCache, pages: Tensor, device: torch.device) -> PagedCache:
+    """The cache itself on the CPU. Elsewhere one of its size of which only ``pages`` were copied: the host's has
+    gigabytes that nobody has touched, and that cost nothing while nobody does."""
+    if cache.buf.device == device:
+        return cache
+    buf = torch.empty(cache.buf.shape, dtype=cache.buf.dtype, device=device)
+    bits(buf)[pages.to(device)] = bits(cache.buf)[pages].to(device)
+    return replace(cache, buf=buf)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -196,7 +232,6 @@ def _same_storage(returned: Any, out: Any) -> bool:
 def widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs in fp64, plain caches and their layouts included: what the exact oracle computes on."""
     from m3hal.formats import PLAIN_FORMATS
-    from m3hal.layouts import PagedCache
 
     def widen(tensor: Tensor) -> Tensor:
         return tensor.double() if tensor.is_floating_point() else tensor

@@ -20,6 +20,7 @@ from m3hal_conformance import metamorphic as _metamorphic  # registers its check
 from m3hal_conformance.buckets import misfit, sizes
 from m3hal_conformance.case import MAX_TOKENS, Case, shape_of
 from m3hal_conformance.checks import CHECKS
+from m3hal_conformance.harness import torch_threads
 from m3hal_conformance.results import CheckResult, Result
 from m3hal_conformance.tolerance import UncalibratedError
 from m3hal_conformance.trees import tensors
@@ -55,12 +56,15 @@ class Offer:
 class Runner:
     """Meets a backend through plans of one operator at a time, exactly as an engine would.
 
-    backend: name, or names with commas. device: as in ``m3hal devices``.
+    backend: name, or names with commas. device: as in ``m3hal devices``. threads: torch's CPU threads while the
+    implementation runs. Oracles and comparisons take one: their tensors are small, and where other work shares the
+    cores, handing each operation to several threads costs more than it saves.
     """
 
     backend: str
     device: str
     seed: int = 0
+    threads: int = 1
     #: impl_ids that some case found right only thanks to a declared freedom
     needed_freedom: set[str] = field(default_factory=set, repr=False)
     _offers: dict[tuple[str, Site, str], Offer | Unsupported] = field(default_factory=dict, repr=False)
@@ -82,6 +86,10 @@ class Runner:
 
     def run_case(self, case: Case) -> Result:
         """One case: every check is made, also after one failed."""
+        with torch_threads(1):
+            return self._run_case(case)
+
+    def _run_case(self, case: Case) -> Result:
         start = time.perf_counter()
 
         def result(status: Any, checks: tuple[CheckResult, ...] = (), reason: str = "", impl_id: str = "") -> Result:
@@ -91,6 +99,7 @@ class Runner:
         try:
             offer = self.offer(case.operator, case.site, case.layout)
             trial = Trial(case, offer.bound, self.torch_device, offer.impl or Impl(""), self.seed)
+            trial.threads = self.threads
             trial.bind_another = partial(self._bind_another, case)
             self._fits(trial)
             checks = tuple(self._check(trial, name) for name in case.checks)
@@ -211,6 +220,11 @@ class Runner:
             return CheckResult(name, False, None, f"the call raised {type(error).__name__}: {error} ({place})")
         ratios = [score.ratio for score in scores or ()]
         return CheckResult(name, True, max(ratios) if ratios else None)
+
+
+def default_threads(backend: str) -> int:
+    """One for the reference, whose operations are as small as the oracles'; torch's own for what may race."""
+    return 1 if backend == "reference" else torch.get_num_threads()
 
 
 def _misaligned(tensor: Tensor, offset: int, alignment: int) -> bool:

@@ -38,6 +38,7 @@ class Trial:
     device: torch.device
     impl: Impl = field(default_factory=lambda: Impl(""))
     seed: int = 0
+    threads: int = 1
     #: binds the same operator at another site, with other constants; what it returns is dropped
     bind_another: Callable[[], object] = lambda: None
     #: set when an output was right only thanks to a declared freedom
@@ -53,7 +54,7 @@ class Trial:
 
     @cached_property
     def harness(self) -> Harness:
-        return Harness(self.operator, self.bound, self.device, self.case.lazy)
+        return Harness(self.operator, self.bound, self.device, self.case.lazy, self.threads)
 
     def call(self, inputs: Mapping[str, Any], which: int = 0) -> Outcome:
         """One guarded call, its shapes padded to the implementation's buckets and the padding taken off again."""

@@ -18,7 +18,7 @@ import pytest
 
 from m3hal.dispatch.devices import detect
 from m3hal_conformance.case import Case
-from m3hal_conformance.runner import Runner
+from m3hal_conformance.runner import Runner, default_threads
 from m3hal_conformance.suite import select
 
 
@@ -49,4 +49,4 @@ def ask(backend: str, question: Question, *, device: str = "", seed: int = 0) ->
 
 @cache
 def _runner(backend: str, device: str, seed: int) -> Runner:
-    return Runner(backend, device, seed)
+    return Runner(backend, device, seed, default_threads(backend))

@@ -31,10 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="the small cases only; the reference takes under a minute of CPU with OMP_NUM_THREADS=1",
+        help="the small cases only; the reference takes half a minute on a CPU",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="other numbers of the same structure (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="torch's CPU threads while the implementation runs (default: torch's own number; 1 for the reference); "
+        "oracles and comparisons always take 1, as their tensors are small",
     )
     parser.add_argument("--waivers", metavar="FILE", help="TOML: known failures, each with an issue and an expiry")
     parser.add_argument("--list", action="store_true", help="print the ids of the cases and run none")
