@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from m3hal.dispatch import Plan as Plan
     from m3hal.dispatch import Policy as Policy
     from m3hal.dispatch import Rung as Rung
+    from m3hal.dispatch import Symbol as Symbol
     from m3hal.dispatch import Verdict as Verdict
     from m3hal.dispatch import at_least as at_least
     from m3hal.dispatch import at_most as at_most
@@ -42,7 +43,19 @@ __version__ = "0.1.0"
 _HOMES = {
     # A manifest's names come from the module that is nothing but them, so that importing a manifest stays cheap.
     **dict.fromkeys(
-        ("API_VERSION", "Impl", "Kernel", "Limit", "Manifest", "Rung", "at_least", "at_most", "multiple_of", "one_of"),
+        (
+            "API_VERSION",
+            "Impl",
+            "Kernel",
+            "Limit",
+            "Manifest",
+            "Rung",
+            "Symbol",
+            "at_least",
+            "at_most",
+            "multiple_of",
+            "one_of",
+        ),
         "m3hal.dispatch.manifest",
     ),
     **dict.fromkeys(

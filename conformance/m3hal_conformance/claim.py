@@ -23,6 +23,7 @@ from m3hal import ops
 from m3hal.dispatch import Impl
 from m3hal.dispatch.devices import detect
 from m3hal.dispatch.errors import M3halError
+from m3hal.dispatch.levels import digest
 from m3hal_conformance.case import Case, case_set_hash
 from m3hal_conformance.results import Result, counts
 from m3hal_conformance.runner import Runner, Unsupported
@@ -100,12 +101,6 @@ def environment(device: str) -> dict[str, str]:
         "device_label": label,
         "driver": _driver(device),
     }
-
-
-def digest(body: Mapping[str, Any]) -> str:
-    """sha256 over everything but the digest itself."""
-    text = json.dumps({k: v for k, v in body.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from m3hal import ops
 from m3hal.dispatch import versions
 from m3hal.dispatch.errors import did_you_mean
-from m3hal.dispatch.manifest import Impl, Limit, Manifest, Rung
+from m3hal.dispatch.manifest import Impl, Limit, Manifest, Rung, Symbol
 from m3hal.shape import SITE_ATTRIBUTES
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -80,6 +80,10 @@ def problem_of_impl(impl: Any, operator: ops.Operator) -> str | None:
         return f"its memory mode {impl.memory!r} must be 'caller', 'self' or 'graph'"
     if not _is_texts(impl.files) or not _is_texts(impl.layouts):
         return "its files and layouts must be tuples of strings"
+    if not _is_texts(impl.devices):
+        return "its devices must be a tuple of patterns such as ('cuda:sm_90',)"
+    if not isinstance(impl.calls, tuple) or not all(isinstance(symbol, Symbol) for symbol in impl.calls):
+        return "its calls must be a tuple of m3hal.Symbol; a tuple of one is written (symbol,)"
     if operator.group == "cache" and not impl.layouts:
         return "it works on a KV cache and must declare the layouts it reads and writes, e.g. layouts=('hnd',)"
     if impl.views not in ("strided", "rows", "contiguous"):

@@ -41,36 +41,43 @@ def digest(data: Any) -> str:
 
 
 def _plain(impl: Impl) -> dict[str, Any]:
+    """What it declares. What came later counts only where it says something, so that older claims stay true."""
+    later = {name: repr(value) for name in ("devices", "calls") if (value := getattr(impl, name))}
     return {
-        **vars(impl),
+        **{name: value for name, value in vars(impl).items() if name not in ("devices", "calls")},
         "traits": dict(impl.traits),
         "buckets": dict(impl.buckets),
         "limits": repr(impl.limits),
         "rungs": repr(impl.rungs),
+        **later,
     }
 
 
 def module_hash(module: str) -> str:
     """Of a module's file, without importing it. Raises MissingFileError when there is none."""
+    path = module_file(module)
+    if path is not None:
+        return _content_hash(path)
+    name = module.partition(".")[0]
+    if roots(name):
+        raise MissingFileError(f"the package {name} has no module {module}")
+    loaded = sys.modules.get(module)
+    if loaded is None:
+        raise MissingFileError(f"there is no module {module}")
+    # Typed into a notebook: it has no file, and no claim can cover it.
+    return f"in-process {id(loaded)}"
+
+
+def module_file(module: str) -> Path | None:
+    """Where a module's code lies, found without importing it or its parents."""
     name, _, rest = module.partition(".")
-    roots = _roots(name)
-    if not roots:
-        loaded = sys.modules.get(module)
-        if loaded is None:
-            raise MissingFileError(f"there is no module {module}")
-        # Typed into a notebook: it has no file, and no claim can cover it.
-        return f"in-process {id(loaded)}"
-    for root in roots:
-        for path in _spellings(root, rest):
-            if path.is_file():
-                return _content_hash(path)
-    raise MissingFileError(f"the package {name} has no module {module}")
+    return next((path for root in roots(name) for path in _spellings(root, rest) if path.is_file()), None)
 
 
 def _files_hash(package: str, pattern: str) -> str:
     """Over all files of a package that match a pattern relative to its folder."""
     try:
-        found = [(root, path) for root in _roots(package) if root.is_dir() for path in root.glob(pattern)]
+        found = [(root, path) for root in roots(package) if root.is_dir() for path in root.glob(pattern)]
     except (ValueError, NotImplementedError) as error:
         raise MissingFileError(f"its files {pattern!r} is no pattern inside the package {package}: {error}") from error
     named = sorted((path.relative_to(root).as_posix(), path) for root, path in found if path.is_file())
@@ -79,7 +86,7 @@ def _files_hash(package: str, pattern: str) -> str:
     return digest([(name, _content_hash(path)) for name, path in named])
 
 
-def _roots(name: str) -> tuple[Path, ...]:
+def roots(name: str) -> tuple[Path, ...]:
     """Where a top-level package lies; finding it does not import it."""
     loaded = sys.modules.get(name)
     try:

@@ -93,6 +93,29 @@ class Rung:
 
 
 @dataclass(frozen=True)
+class Symbol:
+    """A function of a vendor's library that an implementation calls, as it was when the adapter was written.
+
+    Where the library is installed its sources are read, never imported, and what differs rejects the implementation:
+    see :mod:`m3hal.dispatch.symbols`.
+
+    path: ``"package.module:function"`` or ``"package.module:Class.method"``; re-exports are followed.
+    parameters: as after ``def``, without annotations: ``("input", "weight", "eps=1e-06", "*", "out=None")``. Optional
+        ones that the library adds behind them are harmless.
+    declares: what else the sources must say: ``"package.module:NAME.attribute"`` -> the value as written there. Through
+        a class, a call's keyword or positional argument (by its number) and a dictionary's key, so that the members of
+        an enumeration and the axes in a library's own tables can be named.
+    source: where this was read. date: when, as 2026-11-30.
+    """
+
+    path: str
+    parameters: tuple[str, ...]
+    source: str
+    date: str
+    declares: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Impl:
     """One vendor function for one operator.
 
@@ -102,6 +125,8 @@ class Impl:
         can't say: takes a Site, returns None or the reason for refusing it.
     traits: the numeric freedoms it takes, from the operator's closed vocabulary; one it leaves out is held to exact.
     layouts: for operators of the cache group, the page maps it reads and writes.
+    devices: patterns that narrow the manifest's, where a library has a kernel for some of its devices only.
+    calls: what it calls in its vendor's library.
     memory: who owns scratch memory. ``caller``: the kernel states ``workspace_bytes``. ``self``: a closed library or
         another array runtime. ``graph``: an object with a lifetime (symmetric buffers).
     files: package files besides the factory's own module that the implementation consists of; ``impl_id`` hashes them.
@@ -128,6 +153,8 @@ class Impl:
     views: Views = "strided"
     zero_tokens: bool = True
     buckets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    calls: tuple[Symbol, ...] = ()
     name: str = ""
 
 

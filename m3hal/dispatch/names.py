@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: How far an implementation has been proved, least first; computed from claims, never declared.
-LEVELS = ("declared", "interpreted", "compiled", "emulated", "hardware")
+#: How far an implementation has been proved, least first, in words; computed from claims, never declared. contract: an
+#: adapter ran the suite against a double of its vendor's library, so that its arguments, layouts and traits were tried.
+LEVEL_WORDS = {
+    "declared": "declared only, nothing was run",
+    "contract": "contract-tested, not run on hardware",
+    "interpreted": "interpreted on a CPU, not run on hardware",
+    "compiled": "compiled, not run on hardware",
+    "emulated": "emulated, not run on hardware",
+    "hardware": "run on hardware",
+}
+LEVELS = tuple(LEVEL_WORDS)
 
 #: Words that no backend can be called.
 RESERVED = ("auto", "vllm")

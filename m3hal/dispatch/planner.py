@@ -10,6 +10,7 @@ from m3hal import ops
 from m3hal.dispatch import admission, coverage, devices, layout, pin
 from m3hal.dispatch.discovery import Found, discover
 from m3hal.dispatch.errors import M3halError
+from m3hal.dispatch.levels import proved
 from m3hal.dispatch.plans import Choice, Plan
 from m3hal.dispatch.policy import Policy
 from m3hal.dispatch.screen import Candidate, Demands, candidates, screen, screen_backend
@@ -45,7 +46,7 @@ def plan(
         cache_layouts: what the engine can allocate, preferred first.
         operators: plan only these, and what the fused ones among them cover; None: all.
         partial: leave operators unserved, with their verdicts, instead of raising. For conformance.
-        levels: impl_id -> verification level, from claims.
+        levels: impl_id -> verification level; None: from the claims that the backends ship.
         present: whether this machine has the device; None: look.
 
     Raises M3halError: ConfigurationError when a name is unknown; UnsupportedError when the backends that the policy
@@ -64,7 +65,7 @@ def plan(
         engine=engine if operators is None else {name: holder for name, holder in engine.items() if name in wanted},
         cache_layouts=tuple(cache_layouts),
         wanted=wanted,
-        levels=levels or {},
+        levels=levels,
         pins=pinned.impl_ids if pinned else None,
     )
     made = job.plan()
@@ -94,11 +95,11 @@ class _Job:
     engine: Mapping[str, str]
     cache_layouts: tuple[str, ...]
     wanted: Mapping[str, ops.Operator]
-    levels: Mapping[str, str]
+    levels: Mapping[str, str] | None
     pins: Mapping[Key, str] | None
 
     def plan(self) -> Plan:
-        admission.check_policy(self.policy, self.engine, self.levels)
+        admission.check_policy(self.policy, self.engine, self.levels or {})
         found = discover(lambda name, distribution: admission.refusal(self.policy, name, distribution))
         backends = tuple(screen_backend(backend, self.device, self.present) for backend in found)
         admission.check_backends(self.policy, backends, self.device)
@@ -128,8 +129,10 @@ class _Job:
         """Every well-formed implementation by operator, the highest priority first."""
         pool: dict[str, list[Candidate]] = {name: [] for name in self.wanted}
         faults: list[Verdict] = []
-        for found in sorted(filter(lambda found: found.is_usable, backends), key=_by_priority):
-            good, bad = candidates(found, self.wanted, self.levels)
+        usable = sorted(filter(lambda found: found.is_usable, backends), key=_by_priority)
+        levels = proved(usable, self.device) if self.levels is None else self.levels
+        for found in usable:
+            good, bad = candidates(found, self.wanted, levels)
             faults += bad
             for candidate in good:
                 pool[candidate.operator].append(candidate)
@@ -143,7 +146,7 @@ class _Job:
         least = self.policy.min_level or ("hardware" if accelerated and not order else None)
         # A pinned plan names every implementation, whatever its policy was.
         by_name = bool(order) or self.pins is not None
-        demands = Demands(self.policy.require, least, by_name, accelerated)
+        demands = Demands(self.policy.require, least, by_name, accelerated, self.device)
         return [(c, self._pinned(c, site) or screen(c, operator, site, demands)) for c in ranked]
 
     def _pinned(self, candidate: Candidate, site: Site) -> Verdict | None:

@@ -5,17 +5,17 @@ Nothing that a vendor wrote can crash a plan: what raises or exits is rejected a
 
 from __future__ import annotations
 
-import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from m3hal import ops
-from m3hal.dispatch import devices, versions
+from m3hal.dispatch import devices, symbols, versions
 from m3hal.dispatch.check import gap_in_ladder, problem_of_impl, unknown_operators
 from m3hal.dispatch.discovery import REFERENCE, Found
 from m3hal.dispatch.identity import MissingFileError, impl_id
+from m3hal.dispatch.libraries import libraries
 from m3hal.dispatch.manifest import API_VERSION, Impl
 from m3hal.dispatch.names import LEVELS, BackendName
 from m3hal.dispatch.vendor import Failure, attempt
@@ -62,6 +62,7 @@ class Demands:
     min_level: str | None
     by_name: bool
     accelerated: bool
+    device: str
 
 
 def screen_backend(found: Found, device: str, present: bool) -> Found:
@@ -75,13 +76,12 @@ def screen_backend(found: Found, device: str, present: bool) -> Found:
     if not devices.matches(device, manifest.devices):
         return found.rejected("device", f"it runs on {', '.join(manifest.devices)}; not on {device}")
     if not present:
-        libraries = ", ".join(f"{name} {wanted}" for name, wanted in manifest.libraries.items())
-        assumed = f"; {libraries} assumed" if libraries else ""
+        wanted = ", ".join(f"{name} {range_}" for name, range_ in manifest.libraries.items())
+        assumed = f"; {wanted} assumed" if wanted else ""
         return _usable(found, f"this machine has no {device}: not probed{assumed}")
-    for name, wanted in manifest.libraries.items():
-        problem = _problem_of_library(name, wanted)
-        if problem:
-            return found.rejected("library", problem)
+    for library in libraries(manifest):
+        if library.problem:
+            return found.rejected("library", library.problem)
     if manifest.probe is None:
         return _usable(found, "it needs no probe")
     problem, trace = _ask(manifest.probe, device)
@@ -92,18 +92,6 @@ def screen_backend(found: Found, device: str, present: bool) -> Found:
 
 def _usable(found: Found, reason: str) -> Found:
     return replace(found, verdict=Verdict("chosen", True, reason, found.name, found.distribution))
-
-
-def _problem_of_library(name: str, wanted: str) -> str | None:
-    try:
-        have = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return f"it needs {name} {wanted}, which is not installed; pip install '{name}{wanted}'"
-    try:
-        fits = versions.satisfies(have, wanted)
-    except ValueError:
-        return f"it needs {name} {wanted}; the installed one says its version is {have!r}, which can't be compared"
-    return None if fits else f"it needs {name} {wanted}; {have} is installed"
 
 
 def _ask(path: str, argument: Any) -> tuple[str | None, str]:
@@ -161,7 +149,7 @@ def _candidate(found: Found, operator: ops.Operator, impl: Impl, levels: Mapping
 
 
 def screen(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> Verdict:
-    """One implementation at one site: policy, limits with the ladder, predicate, traits, level."""
+    """One implementation at one site: policy, device, library, limits with the ladder, predicate, traits, level."""
     for stage, check in _STAGES:
         reason = check(candidate, operator, site, demands)
         if reason:
@@ -206,6 +194,25 @@ def _unasked(candidate: Candidate, operator: ops.Operator, site: Site, demands: 
     return None
 
 
+def _device(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
+    served = candidate.impl.devices
+    if served and not devices.matches(demands.device, served):
+        return f"it runs on {', '.join(served)}; not on {demands.device}"
+    return None
+
+
+def _library(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
+    """Whether what it calls is as it was; asked of a library that is installed, on whatever machine."""
+    for symbol in filter(symbols.is_installed, candidate.impl.calls):
+        problem = symbols.difference(symbol)
+        if problem:
+            return (
+                f"{problem}; install another version of the library or a newer {candidate.distribution}, "
+                f"or choose another backend with operators.{operator.name}"
+            )
+    return None
+
+
 def _level(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:
     least = demands.min_level
     if least is None or candidate.backend == REFERENCE:  # it is what the levels are measured against
@@ -218,6 +225,8 @@ def _level(candidate: Candidate, operator: ops.Operator, site: Site, demands: De
 _Check = Callable[[Candidate, ops.Operator, Site, Demands], "str | None"]
 _STAGES: tuple[tuple[Stage, _Check], ...] = (
     ("policy", _unasked),
+    ("device", _device),
+    ("library", _library),
     ("limits", _limits),
     ("predicate", _predicate),
     ("traits", _traits),
