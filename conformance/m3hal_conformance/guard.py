@@ -17,8 +17,9 @@ from torch import Tensor
 from m3hal_conformance.bounds import bits
 from m3hal_conformance.trees import map_tensors, tensors
 
-#: elements of poison before and after the carved tensor's own extent
-BAND = 256
+#: elements of poison before and after the carved tensor's own extent, and bytes of them at least: a workspace is bytes,
+#: and what outgrows it need not write its very first one too many
+BAND, BAND_BYTES = 256, 4096
 
 #: bit patterns by dtype, two each: an 8-bit output may legitimately hold one of them, but not each in turn
 _POISON: dict[torch.dtype, tuple[int, int]] = {
@@ -51,9 +52,10 @@ class Slab:
             raise ValueError("torch has no negative strides")
         self._poison = _POISON[dtype][which]
         extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-        self._slab = torch.empty(extent + 2 * BAND, dtype=dtype, device=device)
+        self._band = max(BAND, BAND_BYTES // dtype.itemsize)
+        self._slab = torch.empty(extent + 2 * self._band, dtype=dtype, device=device)
         bits(self._slab).fill_(self._poison)
-        self._place = (tuple(shape), tuple(stride), BAND)
+        self._place = (tuple(shape), tuple(stride), self._band)
         self.view = self._slab.as_strided(*self._place)
 
     @classmethod
@@ -75,8 +77,8 @@ class Slab:
     def intact(self) -> bool:
         """Whether everything outside the view is still poison."""
         if self.view.is_contiguous():  # nothing but the two bands lies outside
-            codes, end = bits(self._slab), BAND + self.view.numel()
-            return bool((codes[:BAND] == self._poison).all() and (codes[end:] == self._poison).all())
+            codes, end = bits(self._slab), self._band + self.view.numel()
+            return bool((codes[: self._band] == self._poison).all() and (codes[end:] == self._poison).all())
         inside = torch.zeros(self._slab.shape, dtype=torch.bool, device=self._slab.device)
         inside.as_strided(*self._place).fill_(True)
         return bool((bits(self._slab) == self._poison)[~inside].all())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -250,49 +249,6 @@ def huge_pages_read(trial: Trial) -> list[Score]:
     _same(together, trial.call(inputs).outputs, "with pages past 31 bits of offset, the result differs")
     sub = replace_exact(trial, oracles.exact(trial.operator, trial.case.site, close))
     return sub.require(together, "against the oracle")
-
-
-@check
-def no_host_sync(trial: Trial) -> None:
-    """The call waits for no device value on the host; detectable on CUDA."""
-    if trial.device.type != "cuda":
-        return
-    carved = trial.carved(trial.inputs)
-    trial.harness.run(carved)  # compiles
-    planned = trial.harness.arguments(carved)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            trial.harness.launch(carved, planned)
-    except Exception as error:
-        raise CheckFailed(f"the call synchronises with the host: {error}") from error
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@check
-def graph_replay(trial: Trial) -> None:
-    """Captured in a graph, replayed after its inputs were overwritten, it gives what a fresh call gives; on CUDA."""
-    if trial.device.type != "cuda":
-        return
-    other = trial.case.inputs(trial.seed + 1)
-    carved = trial.carved(trial.inputs)
-    trial.harness.run(carved)
-    planned = trial.harness.arguments(carved)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            trial.harness.launch(carved, planned)
-    except Exception as error:
-        raise CheckFailed(f"the call can't be captured in a graph: {error}") from error
-    for (_, target), (_, source) in zip(tensors(carved.inputs), tensors(other), strict=True):
-        target.copy_(source)
-    trial.harness.arguments(carved)  # the batch is planned anew, at the same addresses
-    graph.replay()
-    torch.cuda.synchronize()
-    after = trial.harness.outcome(carved, other, carved.out).outputs
-    _same(trial.call(other).outputs, after, "the replayed graph differs from a fresh call on the new inputs")
 
 
 def replace_exact(trial: Trial, oracle: dict[str, Tensor]) -> Trial:

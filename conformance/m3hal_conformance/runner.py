@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -16,7 +17,6 @@ from torch import Tensor
 from m3hal.dispatch import Bound, Impl, M3halError, Plan, Policy, plan
 from m3hal.ops import SeqMeta
 from m3hal.shape import Site
-from m3hal_conformance import metamorphic as _metamorphic  # registers its checks
 from m3hal_conformance.buckets import misfit, sizes
 from m3hal_conformance.case import MAX_TOKENS, Case, shape_of
 from m3hal_conformance.checks import CHECKS
@@ -24,13 +24,12 @@ from m3hal_conformance.harness import torch_threads
 from m3hal_conformance.results import CheckResult, Result
 from m3hal_conformance.tolerance import UncalibratedError
 from m3hal_conformance.trees import tensors
-from m3hal_conformance.trial import CheckFailed, Trial
+from m3hal_conformance.trial import CheckFailed, Trial, Unsupported
 
-assert _metamorphic
-
-
-class Unsupported(Exception):
-    """Why a case is not asked of a backend, as a reason."""
+for _module in ("metamorphic", "engine"):  # importing them registers their checks
+    importlib.import_module(f"m3hal_conformance.{_module}")
+#: of a composition: its parts hand each other tensors that the functional definitions make
+_COMPOSED = Impl("", memory="self")
 
 
 class Faulty(Unsupported):
@@ -92,13 +91,13 @@ class Runner:
     def _run_case(self, case: Case) -> Result:
         start = time.perf_counter()
 
-        def result(status: Any, checks: tuple[CheckResult, ...] = (), reason: str = "", impl_id: str = "") -> Result:
+        def result(status: Any, checks: tuple[CheckResult, ...] = (), **what: Any) -> Result:
             seconds = time.perf_counter() - start
-            return Result(case.id, case.operator, case.format, status, checks, reason, impl_id, seconds, case.bugs)
+            return Result(case.id, case.operator, case.format, status, checks, seconds=seconds, bugs=case.bugs, **what)
 
         try:
             offer = self.offer(case.operator, case.site, case.layout)
-            trial = Trial(case, offer.bound, self.torch_device, offer.impl or Impl(""), self.seed)
+            trial = Trial(case, offer.bound, self.torch_device, offer.impl or _COMPOSED, self.seed)
             trial.threads = self.threads
             trial.bind_another = partial(self._bind_another, case)
             self._fits(trial)
@@ -110,7 +109,7 @@ class Runner:
         if trial.needed_freedom:
             self.needed_freedom.add(offer.bound.impl_id)
         status = "pass" if all(check.passed for check in checks) else "fail"
-        return result(status, checks, impl_id=offer.bound.impl_id)
+        return result(status, checks, impl_id=offer.bound.impl_id, notes=tuple(trial.notes))
 
     def offer(self, operator: str, site: Site, layout: str) -> Offer:
         """What the backend has for this operator at this site; raises Unsupported with its reason when nothing.
@@ -198,7 +197,7 @@ class Runner:
                 raise Unsupported(f"{path} is strided; it takes contiguous tensors")
             if impl.views == "rows" and tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
                 raise Unsupported(f"{path} has a strided last axis; it takes dense rows")
-            offset = tensor.storage_offset() * tensor.element_size()
+            offset = int(tensor.storage_offset()) * tensor.element_size()
             if impl.alignment > tensor.element_size() and _misaligned(tensor, offset, impl.alignment):
                 raise Unsupported(
                     f"{path} starts or steps off a multiple of {impl.alignment} bytes, which it declares to need"

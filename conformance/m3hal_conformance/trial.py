@@ -21,6 +21,10 @@ from m3hal_conformance.tolerance import bounds_for
 from m3hal_conformance.trees import map_tensors
 
 
+class Unsupported(Exception):
+    """Why a case is not asked of a backend, as a reason."""
+
+
 class CheckFailed(Exception):
     """What an implementation got wrong, as a sentence. scores: comparisons that were made, worst included."""
 
@@ -43,6 +47,8 @@ class Trial:
     bind_another: Callable[[], object] = lambda: None
     #: set when an output was right only thanks to a declared freedom
     needed_freedom: bool = False
+    #: what was measured and is no fault
+    notes: list[str] = field(default_factory=list)
 
     @cached_property
     def operator(self) -> ops.Operator:

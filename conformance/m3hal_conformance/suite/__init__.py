@@ -14,6 +14,7 @@ def all_cases() -> tuple[Case, ...]:
     """Every case, in the order of the operators."""
     from m3hal_conformance.suite import (
         attention,
+        engine,
         experts,
         indexer,
         insert,
@@ -27,6 +28,7 @@ def all_cases() -> tuple[Case, ...]:
 
     modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, experts, insert, quantised)
     found = [case for module in modules for case in module.CASES]
+    found += engine.engine_cases(found)
     return tuple(sorted(found, key=lambda case: ops.NAMES.index(case.operator)))
 
 

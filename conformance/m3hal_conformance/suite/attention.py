@@ -27,7 +27,6 @@ BOTH = ("hnd", "nhd")
 DECODE: Lengths = [(1, 1), (1, 127), (1, 128), (1, 129), (1, 300), (1, 0), (1, 1500), (0, 50)]
 RAGGED: Lengths = [(5, 5), (3, 130), (1, 257), (2, 0), (7, 640)]
 RELATIONS = ("stale", "permuted_pages", "permuted_requests", "row_alone")
-ON_DEVICE = ("no_host_sync", "graph_replay")
 Ids = Callable[[Rng, Batch, Site], Tensor]
 
 
@@ -200,7 +199,7 @@ def _sparse() -> list[Case]:
     long: Lengths = [(1, 2049), (1, 3000), (2, 4096), (1, 2500)]
     return [
         *_both(op, "decode", _inputs(DECODE, _every_block), kind="sparse_attention", quick=True, tensor_parallel=2,
-               also=(*RELATIONS, *ON_DEVICE), bugs=("F19", "F21", "F14", "F13", "F34", "F69"), input_class="blocks"),
+               also=RELATIONS, bugs=("F19", "F21", "F14", "F13", "F34", "F69"), input_class="blocks"),
         *_both(op, "ragged", _inputs(RAGGED, _few), kind="sparse_attention", quick=True, tensor_parallel=2,
                also=RELATIONS, bugs=("F21", "F13"), input_class="blocks"),
         *_both(op, "block_outer", _inputs(RAGGED, _few, outer=3), kind="sparse_attention", tensor_parallel=2,
@@ -262,7 +261,7 @@ def _paged() -> list[Case]:
     drafts: Lengths = [(8, 8), (8, 700), (8, 1033), (1, 0), (8, 1500)]
     return [
         *_both(op, "decode", _inputs(DECODE, None), kind="dense_attention", quick=True, tensor_parallel=2,
-               also=(*RELATIONS, *ON_DEVICE), bugs=("F19", "F21", "F14"), input_class="blocks"),
+               also=RELATIONS, bugs=("F19", "F21", "F14"), input_class="blocks"),
         *_both(op, "ragged", _inputs(RAGGED, None), kind="dense_attention", quick=True, tensor_parallel=2,
                also=RELATIONS, bugs=("F21",), input_class="blocks"),
         *_both(op, "block_outer", _inputs(RAGGED, None, outer=3), kind="dense_attention", tensor_parallel=2,

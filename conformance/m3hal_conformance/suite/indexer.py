@@ -17,7 +17,6 @@ BOTH = ("hnd", "nhd")
 #: decode and chunked prefill, around page boundaries; one padded request, one without queries
 MIXED: Lengths = [(1, 1), (1, 127), (4, 128), (1, 129), (3, 300), (1, 0), (0, 200), (5, 1921), (1, 2048), (2, 2177)]
 RELATIONS = ("stale", "permuted_pages", "permuted_requests", "row_alone")
-ON_DEVICE = ("no_host_sync", "graph_replay")
 
 
 def _needles(lengths: Lengths, *, outer: int = 1, max_k: int = 0):  # type: ignore[no-untyped-def]
@@ -144,7 +143,7 @@ def _scores() -> list[Case]:
 
     last_block = [(1, 128 * k + d) for k in (1, 2, 15, 16) for d in (-1, 0, 1)]
     return [
-        *_both(op, "mixed", _needles(MIXED), also=(*RELATIONS, *ON_DEVICE), input_class="needles", quick=True,
+        *_both(op, "mixed", _needles(MIXED), also=RELATIONS, input_class="needles", quick=True,
                bugs=("F20", "F21", "F12")),
         *_both(op, "block_outer", _needles(MIXED[:5], outer=2), input_class="needles", bugs=("F64",), quick=True),
         *q("page_boundaries", _needles(last_block), input_class="needles", bugs=("F12", "F19"), quick=True),
@@ -201,7 +200,7 @@ def _select() -> list[Case]:
 
     long: Lengths = [(1, 2049), (2, 2500), (3, 3000), (1, 4096), (1, 1), (1, 0), (4, 2177)]
     return [
-        *_both(op, "long", _needles(long), also=(*RELATIONS, *ON_DEVICE), input_class="needles", quick=True,
+        *_both(op, "long", _needles(long), also=RELATIONS, input_class="needles", quick=True,
                bugs=("F20", "F21", "F12")),
         *q("around_2048", _needles([(1, 1), (1, 127), (1, 128), (1, 129), (1, 2047), (1, 2048), (1, 2049)]),
            input_class="needles", bugs=("F12",), also=("stale",), quick=True),

@@ -17,7 +17,7 @@ FP32 = one_of("dtype", "float32")
 
 
 def manifest() -> Manifest:
-    plain = {"memory": "self", "views": "contiguous", "files": ("libacme.so",)}
+    plain = {"memory": "self", "views": "contiguous", "traceable": False, "files": ("libacme.so",)}
     fp32 = one_of("weight_format", "float32")
     return Manifest(
         name="closed",
