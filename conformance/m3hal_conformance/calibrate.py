@@ -56,7 +56,17 @@ def measure(case: Case, seed: int, traits: Mapping[str, str]) -> Iterator[tuple[
     near = oracles.declared(operator, case.site, inputs, traits) or exact
     for name, wanted in (("exact", exact), ("declared", near)):
         for score in _scores(operator, case, found, wanted):
-            yield score.output, name, score.error
+            if score.metric != "bits" or score.error:  # bits need no bound, and must be right
+                yield score.output, name, score.error
+
+
+def own_errors(case: Case, seed: int, traits: Mapping[str, str], oracle: str) -> dict[str, float]:
+    """What a legitimate evaluation of one case costs against an oracle, by output; of a trait only what it can take."""
+    if ops.load(case.operator).name in BITWISE:
+        return {}
+    taken = {name: value for name, value in traits.items() if case.operator in _EVALUATED.get(name, ())}
+    found = [(output, error) for output, name, error in measure(case, seed, taken) if name == oracle]
+    return {output: error for output, error in found if error < float("inf")}
 
 
 def _evaluate(operator: Operator, case: Case, inputs: Mapping[str, Any], traits: Mapping[str, str]) -> Named:

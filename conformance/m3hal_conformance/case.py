@@ -58,7 +58,8 @@ class Case:
     definition's order, on the CPU. checks: names in :mod:`m3hal_conformance.checks`. input_class: inputs of one class
     share a bound. layout: of caches. bugs: cases of :mod:`m3hal_conformance.bugs` that this one reproduces. golden:
     output name -> numbers that were computed elsewhere. quick: part of ``--quick``. lazy: inputs too large to copy;
-    they are passed as they are, without guard bands.
+    they are passed as they are, without guard bands. is_captured: recorded where a model ran, so that no calibrated
+    class of inputs need fit it.
     """
 
     id: str
@@ -73,6 +74,7 @@ class Case:
     quick: bool = False
     lazy: tuple[str, ...] = ()
     raises: bool = False
+    is_captured: bool = False
 
     @property
     def format(self) -> str:

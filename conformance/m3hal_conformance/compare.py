@@ -13,15 +13,17 @@ from m3hal.ops import Operator
 from m3hal.shape import Site
 from m3hal_conformance.bounds import _spacing, bits, row_errors
 from m3hal_conformance.harness import Named
+from m3hal_conformance.storage import Vectors, distance, written
 
-#: a bound by output name and metric ("row", "ulp", "regret")
+#: a bound by output name and metric ("row", "ulp", "regret", "rounding")
 Bounds = Callable[[str, str], float]
 INF = float("inf")
 
 
 @dataclass(frozen=True)
 class Score:
-    """One output against its oracle. metric: row (relative L2), ulp, bits (0 or inf), regret (of scores).
+    """One output against its oracle. metric: row (relative L2), ulp, bits (0 or inf), regret (of scores), rounding (by
+    how many last places of fp32 a number would have to move to be stored as it is).
 
     where: the worst place; shown: what stands there, in both.
     """
@@ -44,9 +46,13 @@ class Score:
         return self.error <= self.bound
 
     def __str__(self) -> str:
-        unit = {"row": "relative L2 of row", "ulp": "ulp at", "bits": "bits at", "regret": "score regret at"}[
-            self.metric
-        ]
+        unit = {
+            "row": "relative L2 of row",
+            "ulp": "ulp at",
+            "bits": "bits at",
+            "regret": "score regret at",
+            "rounding": "fp32 ulp from a number that is stored so, at",
+        }[self.metric]
         if self.metric == "bits":
             return f"{self.output}: differs in its bits, first at {self.where}: {self.shown}"
         return f"{self.output}: {self.error:.3e} {unit} {self.where}; the bound is {self.bound:.3e}. {self.shown}"
@@ -57,7 +63,7 @@ def compare(operator: Operator, site: Site, actual: Named, oracle: Named, bounds
     special = _SPECIAL.get(operator.name)
     if special:
         return special(site, actual, oracle, bounds)
-    wanted = {name for name in oracle if not name.endswith((".unit", ".scores", ".visible"))}
+    wanted = _outputs(oracle)
     if set(actual) != wanted:
         return [Score(", ".join(sorted(set(actual) ^ wanted)), "bits", INF, 0.0, (), "missing or unexpected output")]
     scores = []
@@ -147,16 +153,61 @@ def selection(
 
 def _insert(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
     """Norm and RoPE within ulps; values, and every byte of the caches that no slot names, as they were."""
-    if set(actual) != {name for name in oracle if not name.endswith(".unit")}:
+    if set(actual) != _outputs(oracle):
         return [Score(", ".join(actual), "bits", INF, 0.0, (), "missing or unexpected output")]
     scores = []
     for name, tensor in actual.items():
         if tensor.shape != oracle[name].shape:
             return [_shape(name, tensor, oracle[name])]
-        scores.append(ulps(name, tensor, oracle[name], bounds(name, "ulp"), oracle[f"{name}.unit"]))
-    values = slice(site.head_dim, None)
-    scores.append(rows("kv.buf values", actual["kv.buf"][..., values], oracle["kv.buf"][..., values], 0.0))
+        if f"{name}.unit" in oracle:
+            scores.append(ulps(name, tensor, oracle[name], bounds(name, "ulp"), oracle[f"{name}.unit"]))
+        else:
+            scores += stored(name.removesuffix(".buf"), tensor, oracle, bounds)
+    if "kv@k.codes" not in oracle:
+        values = slice(site.head_dim, None)
+        scores.append(rows("kv.buf values", actual["kv.buf"][..., values], oracle["kv.buf"][..., values], 0.0))
     return scores
+
+
+def _write(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
+    """Bit for bit, unless the quantiser is declared to be one whose last bits are the hardware's."""
+    name = "cache.buf"
+    if set(actual) != _outputs(oracle) or actual[name].shape != oracle[name].shape:
+        return [Score(", ".join(actual), "bits", INF, 0.0, (), "missing or unexpected output")]
+    if "cache@k.codes" in oracle:
+        return stored("cache", actual[name], oracle, bounds)
+    return [same_bits(name, actual[name], oracle[name])]
+
+
+def stored(name: str, actual: Tensor, oracle: Named, bounds: Bounds) -> list[Score]:
+    """A quantised cache, expanded into codes and scales: what was written by rounding, all else bit for bit."""
+    found, known = (t.contiguous().view(torch.uint8).flatten() for t in (actual, oracle[f"{name}.buf"]))
+    parts = [f"{name}@{part}" for part in ("k", "v") if f"{name}@{part}.codes" in oracle]
+    rest = torch.ones(found.shape, dtype=torch.bool)
+    for part in parts:
+        rest[written(oracle, part)] = False
+    scores = [same_bits(f"{name}.buf where no slot points", found[rest], known[rest])]
+    for part in parts:
+        label = part.replace("@", ".")
+        if f"{part}.known" in oracle:  # rounded and nothing else: the definition says every bit
+            places = written(oracle, part)
+            scores.append(same_bits(label, found[places], oracle[f"{part}.known"][places]))
+            continue
+        bound, vectors = bounds(label, "rounding"), Vectors.of(part, oracle)
+        off = distance(vectors, found, known)
+        if off.numel() == 0:
+            scores.append(Score(label, "rounding", 0.0, bound))
+            continue
+        where = _place(off.argmax(), off.shape)
+        codes = [numbers[vectors.codes[where[:-1]]] for numbers in (found, known)]
+        shown = f"{float(vectors.exact[where]):.6g} is to be stored; {_show(*codes)}"
+        scores.append(Score(label, "rounding", float(off[where]), bound, where, shown))
+    return scores
+
+
+def _outputs(oracle: Named) -> set[str]:
+    """The names in an oracle that are outputs, not what the comparison needs besides."""
+    return {name for name in oracle if "@" not in name and not name.endswith((".unit", ".scores", ".visible"))}
 
 
 def _select(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
@@ -212,6 +263,7 @@ def _route_ids(ids: Tensor, choice: Tensor, oracle: Tensor, bound: float) -> Sco
 
 
 _SPECIAL: dict[str, Callable[[Site, Named, Named, Bounds], list[Score]]] = {
+    "kv_write": _write,
     "qk_norm_rope_insert": _insert,
     "select_blocks": _select,
     "topk_blocks": _topk,

@@ -19,6 +19,7 @@ from m3hal.formats import QTensor
 from m3hal.layouts import PagedCache
 from m3hal.ops import ExpertWeights, QKNorms, SeqMeta
 from m3hal.ops.kv_read import read_sequence
+from m3hal.ops.kv_write import kv_write
 from m3hal.shape import Site
 
 LOG2_E = math.log2(math.e)
@@ -213,11 +214,8 @@ def qk_norm_rope_insert(
         return _rope(normed, positions, cos_sin, site.rotary_dim, traits)
 
     def store(cache: PagedCache, k: Tensor, v: Tensor | None, where: Tensor) -> None:
-        kept = where >= 0
-        page, offset = where[kept] // cache.layout.page_size, where[kept] % cache.layout.page_size
-        cache.k[page, :, offset] = k[kept].to(cache.buf.dtype)
-        if v is not None:
-            cache.v[page, :, offset] = v[kept].to(cache.buf.dtype)
+        through = torch.bfloat16 if traits.get("double_rounding") == "bfloat16" else torch.float32
+        kv_write(cache, k.to(through), None if v is None else v.to(through), where, traits=traits)
 
     dim, idim = site.head_dim, site.index_dim
     widths = [site.num_q_heads * dim, site.num_kv_heads * dim, site.num_kv_heads * dim]

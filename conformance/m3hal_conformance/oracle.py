@@ -2,32 +2,43 @@
 
 An oracle is a dictionary of tensors. Besides the outputs it holds what the comparison needs, under dotted names:
 ``out.unit`` is the magnitude whose last place counts (class U1), ``ids.scores`` the exact scores that a selection is
-judged by (class S).
+judged by (class S), and ``kv@k...`` what a quantised cache may hold (:mod:`m3hal_conformance.storage`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from m3hal import ops
+from m3hal.formats import PLAIN_FORMATS
+from m3hal.layouts import PagedCache
 from m3hal.ops import Operator, Trait
 from m3hal.shape import Site
 from m3hal_conformance.harness import Named, cloned, named, widened
+from m3hal_conformance.storage import vectors
 
 #: operators whose outputs follow from their inputs bit for bit, rounding included
 BITWISE = ("quantize", "dequantize", "kv_write", "kv_read", "kv_copy_blocks", "topk_blocks", "merge_topk")
-#: they speak of quantised storage; every case so far stores plain numbers, where they free nobody from anything
-_OF_STORAGE = ("kv_dequant_round", "kv_scale_used", "nvfp4_quantizer", "double_rounding", "mx_scale_rule")
+#: traits that speak of a storage format, and the formats: elsewhere they free nobody from anything
+_OF_STORAGE: Mapping[str, tuple[str, ...]] = {
+    "kv_dequant_round": ("nvfp4", "mxfp4"),
+    "kv_scale_used": ("fp8_e4m3", "fp8_e4m3_240"),
+    "nvfp4_quantizer": ("nvfp4",),
+    "double_rounding": ("fp8_e4m3", "fp8_e4m3_240", "nvfp4", "mxfp4"),
+    "mx_scale_rule": ("mxfp8", "mxfp4"),
+}
 _IN_THEIR_OWN_DTYPE = ("norm_rope_round",)  # the definition emulates these by what it computes in
 
 
 def exact(operator: Operator, site: Site, inputs: Mapping[str, Any]) -> Named:
     """The definition with nothing rounded but what the operator stores."""
-    return _evaluate(operator, site, inputs, {}, wide=operator.name not in BITWISE)
+    return _evaluate(operator, site, inputs, {}, wide=True)
 
 
 def declared(operator: Operator, site: Site, inputs: Mapping[str, Any], traits: Mapping[str, str]) -> Named | None:
@@ -36,6 +47,19 @@ def declared(operator: Operator, site: Site, inputs: Mapping[str, Any], traits: 
     if not emulated:
         return None
     return _evaluate(operator, site, inputs, emulated, wide=not set(emulated) & set(_IN_THEIR_OWN_DTYPE))
+
+
+def concerning(operator: Operator, site: Site, inputs: Mapping[str, Any], traits: Mapping[str, str]) -> dict[str, str]:
+    """The declared traits without those that speak of a storage format which neither site nor inputs have."""
+    activations = traits.get("activation_format", site.activation_format)
+    formats = {cache.layout.format for cache in inputs.values() if isinstance(cache, PagedCache)}
+    if operator.name in ("quantize", "linear", "moe_experts"):
+        formats.add(site.activation_format if operator.name == "quantize" else activations)
+    return {
+        name: value
+        for name, value in traits.items()
+        if name not in _OF_STORAGE or not formats.isdisjoint(_OF_STORAGE[name])
+    }
 
 
 def emulated_traits(operator: Operator, traits: Mapping[str, str]) -> dict[str, str]:
@@ -53,19 +77,22 @@ def tolerated_traits(operator: Operator, traits: Mapping[str, str]) -> dict[str,
 
 
 def _is_taken(trait: Trait, traits: Mapping[str, str]) -> bool:
-    return trait.name not in _OF_STORAGE and traits.get(trait.name, trait.values[0]) != trait.values[0]
+    return traits.get(trait.name, trait.values[0]) != trait.values[0]
 
 
 def _evaluate(
     operator: Operator, site: Site, inputs: Mapping[str, Any], traits: Mapping[str, str], *, wide: bool
 ) -> Named:
+    wide = wide and operator.name not in BITWISE
     given = widened(_short_table(operator, inputs)) if wide else cloned(inputs)
     statics = dict(operator.static_values(site))
     if traits:
         statics["traits"] = traits
-    returned = operator.reference(*given.values(), **statics)
+    run = partial(operator.reference, **statics)
+    extra = _BEFORE.get(operator.name, _nothing_before)(given, inputs, run, traits)
+    returned = run(*given.values())
     mutated = {name: given[name] for name in operator.mutates if given.get(name) is not None}
-    found = named(operator, returned, mutated)
+    found = named(operator, returned, mutated) | extra
     return found | _EXTRA.get(operator.name, _nothing)(site, given, found)
 
 
@@ -97,11 +124,72 @@ def _insert(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
     units = {f"{name}.unit": _pairs(found[name], site.rotary_dim) for name in ("q", "index_q") if name in found}
     for name in ("kv", "index_cache"):
         cache = inputs[name]
-        if cache is not None:
+        if cache is not None and cache.layout.format in PLAIN_FORMATS:
             unit = torch.zeros_like(cache.buf, memory_format=torch.contiguous_format)
             unit[..., : cache.layout.dim] = _pairs(found[f"{name}.buf"][..., : cache.layout.dim], site.rotary_dim)
             units[f"{name}.buf.unit"] = unit.nan_to_num(nan=0.0)
     return units
+
+
+Run = Callable[..., Any]
+
+
+def _insert_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run, traits: Mapping[str, str]) -> Named:
+    """What quantised caches may hold: the keys by what they were before they were stored, the values bit for bit."""
+    caches = {"kv": ("slots", "kv"), "index_cache": ("index_slots", "index_cache")}
+    quantised = [name for name in caches if given[name] is not None and given[name].layout.format not in PLAIN_FORMATS]
+    if not quantised:
+        return {}
+    wide = {name: given[name] and _plain(given[name]) for name in caches}
+    run(*{**given, **wide}.values())
+    stored = cloned(inputs)  # not widened: values are rounded in fp32, as the definition says
+    run(*stored.values())
+    found: Named = {}
+    for name in quantised:
+        slots = given[caches[name][0]]
+        exact = _at(wide[name].k, slots)
+        unit = _pairs(exact, run.keywords["rotary_dim"])  # type: ignore[attr-defined]
+        found |= vectors(given[name], "k", slots, exact, unit, traits).named(f"{name}@k")
+        if given[name].layout.has_values:
+            exact = _at(wide[name].v, slots)
+            found |= vectors(given[name], "v", slots, exact, exact.abs(), traits).named(f"{name}@v")
+            if traits.get("nvfp4_quantizer", "division") == "division":
+                found[f"{name}@v.known"] = stored[name].buf.contiguous().view(torch.uint8).flatten()
+    return found
+
+
+def _write_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run, traits: Mapping[str, str]) -> Named:
+    """What a quantiser that multiplies by reciprocals may store: hardware's reciprocals differ in their last bit."""
+    cache = given["cache"]
+    if traits.get("nvfp4_quantizer", "division") == "division":
+        return {}
+    found: Named = {}
+    for part, numbers in (("k", given["k"]), ("v", given["v"])):
+        if numbers is not None:
+            through = numbers.bfloat16() if traits.get("double_rounding") == "bfloat16" else numbers
+            exact = through.double()
+            found |= vectors(cache, part, given["slots"], exact, exact.abs(), traits).named(f"cache@{part}")
+    return found
+
+
+def _plain(cache: PagedCache) -> PagedCache:
+    """An empty fp64 cache of the same pages."""
+    layout = replace(cache.layout, kind="hnd", format="float64")
+    return PagedCache(torch.zeros(len(cache.buf), *layout.page_shape(), dtype=torch.float64), layout)
+
+
+def _at(view: Tensor, slots: Tensor) -> Tensor:
+    """[T, H, D] at the slots; rows of negative slots are undefined."""
+    page, offset = slots.clamp(min=0) // view.shape[2], slots.clamp(min=0) % view.shape[2]
+    return view[page, :, offset]
+
+
+def _nothing_before(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run, traits: Mapping[str, str]) -> Named:
+    return {}
+
+
+#: evaluated beside the definition, before it changes its arguments
+_BEFORE = {"qk_norm_rope_insert": _insert_stored, "kv_write": _write_stored}
 
 
 def _swiglu(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:

@@ -25,11 +25,19 @@ C: Mapping[tuple[str, str], float] = {
     ("ulp", "float32"): 3.0,
     ("regret", "bfloat16"): 2.0,
     ("regret", "float32"): 6.0,
+    ("rounding", "bfloat16"): 3.0,
+    ("rounding", "float32"): 3.0,
 }
-#: No bound is below these: the class itself grants one unit in the last place, and fp32's own rounding is 6e-8.
-LEAST = {"ulp": 1.0, "row": 2.0**-23, "regret": 2.0**-23}
+#: No bound is below these: the class itself grants one unit in the last place, fp32's own rounding is 6e-8, and what
+#: is stored takes a dozen fp32 operations.
+LEAST = {"ulp": 1.0, "row": 2.0**-23, "regret": 2.0**-23, "rounding": 16.0}
+#: Traits that round to bf16 on the way to a cache; two that round a number between bf16 neighbours differ by one unit.
+_ON_THE_WAY = ("double_rounding", "norm_rope_round")
+BF16_UNIT = 2.0**16  # in fp32's
+#: Traits by which a cache holds other numbers than exact ones; only the declared oracle can judge them.
+_STORED_OTHERWISE = ("kv_scale_used", "nvfp4_quantizer", "double_rounding")
 #: What a declared trait may cost against exact, relative L2. e4m3 has 3 bits: 2.5 % on a flat softmax of 2,048.
-CAP = {"row": 0.08, "ulp": 16.0, "regret": 0.02}
+CAP = {"row": 0.08, "ulp": 16.0, "regret": 0.02, "rounding": 2 * 2.0**16}
 #: Score distance that a ranking on fewer bits may miss, relative to the row's largest |score|.
 KEY_BITS = {"32": 0.0, "29": 2.0**-28, "16": 3.0 / 65534}
 
@@ -46,8 +54,14 @@ def bounds_for(operator: Operator, format: str, input_class: str, traits: Mappin
     def bound(output: str, metric: str) -> float:
         if operator.name in ("topk_blocks", "merge_topk"):
             return KEY_BITS[bits]
+        if metric == "rounding" and oracle == "exact" and set(profile) & set(_STORED_OTHERWISE):
+            return float("inf")
+        if operator.name == "kv_write":
+            return LEAST[metric]
         measured = _measured(operator.name, output, format, input_class, profile, oracle)
         derived = max(C[metric, format] * measured, LEAST[metric])
+        if metric == "rounding" and set(profile) & set(_ON_THE_WAY):
+            derived += BF16_UNIT
         derived = min(derived, CAP[metric]) if profile else derived
         return derived + (KEY_BITS[bits] if metric == "regret" else 0.0)
 

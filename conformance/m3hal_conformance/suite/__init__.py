@@ -24,10 +24,12 @@ def all_cases() -> tuple[Case, ...]:
         quantised,
         ranking,
         rope_activation,
+        stored_caches,
     )
 
-    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, experts, insert, quantised)
-    found = [case for module in modules for case in module.CASES]
+    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, experts, insert)
+    stored = (stored_caches, quantised)
+    found = [case for module in (*modules, *stored) for case in module.CASES]
     found += engine.engine_cases(found)
     return tuple(sorted(found, key=lambda case: ops.NAMES.index(case.operator)))
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m3hal.layouts import KVLayout, PagedCache
+from m3hal.formats import PLAIN_FORMATS
+from m3hal.layouts import KVLayout, PagedCache, page_map
 from m3hal.ops import SeqMeta
+from m3hal.ops.kv_write import kv_write
 from m3hal_conformance.bounds import bits
 from m3hal_conformance.case import Rng, Site, dtype_of
 from m3hal_conformance.inputs import AttentionInputs, Batch, attention_inputs, batch
@@ -24,11 +26,15 @@ def requests(rng: Rng, lengths: Lengths, page: int, *, max_k: int = 0) -> Batch:
 
 
 def kv_layout(site: Site, kind: str = "hnd") -> KVLayout:
-    return KVLayout(kind, site.kv_format, site.page_size, site.num_kv_heads, site.head_dim, True)  # type: ignore[arg-type]
+    """The main cache's, where a plan names the layout ``kind``."""
+    found = page_map(site.kv_format, kind)
+    return KVLayout(found, site.kv_format, site.page_size, site.num_kv_heads, site.head_dim, has_values=True)
 
 
 def index_layout(site: Site, kind: str = "hnd") -> KVLayout:
-    return KVLayout(kind, site.index_format, site.page_size, 1, site.index_dim, False)  # type: ignore[arg-type]
+    """The index cache's, where a plan names the layout ``kind``: bf16 index keys beside msa_slot pages lie in hnd."""
+    found = page_map(site.index_format, kind)
+    return KVLayout(found, site.index_format, site.page_size, 1, site.index_dim, has_values=False)
 
 
 def filled(
@@ -41,22 +47,45 @@ def filled(
     cache = empty(layout, held.pages, rng, outer)
     for request, (_, length) in enumerate(held.lengths):
         if length:
-            slots = held.slots(request)
-            page, offset = slots // layout.page_size, slots % layout.page_size
-            cache.k[page, :, offset] = keys[request].to(cache.buf.dtype)
-            if values is not None:
-                cache.v[page, :, offset] = values[request].to(cache.buf.dtype)
+            kv_write(cache, keys[request], None if values is None else values[request], held.slots(request))
     return cache
+
+
+#: global scales of quantised keys and values, no powers of two; a part that takes the other's is found out
+SCALES = (0.37, 1.9)
 
 
 def empty(layout: KVLayout, pages: int, rng: Rng, outer: int = 1) -> PagedCache:
     """A cache that holds nothing but stale bytes."""
     cache = layout.empty(pages * outer)
-    if rng.stale == rng.stale:
+    if layout.format not in PLAIN_FORMATS:  # NaN scales, or the smallest or largest numbers of either sign
+        byte = 0xFF if rng.stale != rng.stale else 0x00 if rng.stale == 0 else 0x7E if rng.stale > 0 else 0xFE
+        cache.buf.fill_(byte)
+        if layout.has_values:
+            cache = replace(cache, k_scale=torch.tensor(SCALES[0]), v_scale=torch.tensor(SCALES[1]))
+    elif rng.stale == rng.stale:
         cache.buf.fill_(rng.stale)
     else:
         bits(cache.buf).fill_(-1)
     return replace(cache, buf=cache.buf[outer - 1 :: outer]) if outer > 1 else cache
+
+
+def apart(cache: PagedCache) -> PagedCache:
+    """The same bytes, further apart: rows of hnd and nhd, slots of msa_slot, pages of planar, with other bytes between.
+
+    Every stride but the innermost differs from a contiguous cache's, and the first byte lies at an offset.
+    """
+    kind, buf = cache.layout.kind, cache.buf
+    if kind in ("hnd", "nhd"):
+        wide = torch.empty(*buf.shape[:-1], 32 + buf.shape[-1], dtype=buf.dtype)
+        bits(wide).fill_(0x7F if buf.element_size() == 1 else -1)
+        view = wide[..., 16 : 16 + buf.shape[-1]]
+    else:
+        axis = 1 if kind == "msa_slot" else 0
+        wide = torch.full((*buf.shape[:axis], 2 * buf.shape[axis], *buf.shape[axis + 1 :]), 0x7F, dtype=buf.dtype)
+        view = wide.unflatten(axis, (-1, 2)).select(axis + 1, 1)
+    view.copy_(buf)
+    return replace(cache, buf=view)
 
 
 def block_inputs(rng: Rng, site: Site, held: Batch) -> AttentionInputs:

@@ -48,7 +48,7 @@ def engine_cases(cases: Iterable[Case]) -> list[Case]:
             checks=checks,
             bugs=(),
             golden=None,
-            quick=case.format == "bfloat16",
+            quick=case.format == "bfloat16" and question != "captured",
         )
         for case in cases
         if case.layout == "hnd" and case.id.split("/")[1] == _TYPICAL.get(case.operator)
