@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from m3hal import ops
+from m3hal.dispatch import watch
 from m3hal.dispatch.discovery import Found
 from m3hal.dispatch.errors import ConfigurationError, UnsupportedError, did_you_mean
 from m3hal.dispatch.names import LEVELS, RESERVED, BackendName
@@ -45,6 +46,7 @@ def check_policy(policy: Policy, engine: Mapping[str, str], levels: Mapping[str,
             raise ConfigurationError(
                 f"the policy requires {name}={value}; the values of {name} are {', '.join(sorted(vocabulary[name]))}."
             )
+    watch.check(policy.watch)
     unknown = set(levels.values()) - set(LEVELS)
     if unknown:
         raise ConfigurationError(f"{sorted(unknown)[0]!r} is no verification level; levels are {', '.join(LEVELS)}.")

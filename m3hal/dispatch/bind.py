@@ -13,6 +13,7 @@ from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.manifest import Kernel
 from m3hal.dispatch.screen import Candidate
 from m3hal.dispatch.vendor import Failure, attempt
+from m3hal.dispatch.watch import watched
 from m3hal.shape import Site
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 class Bound:
     """An operator at a site, ready to run.
 
-    run is the vendor's own callable: no lookup, lock or guard stands before it. The other callables are those of
-    :class:`m3hal.Kernel`. traits: what the implementation declared, or, for a composition, its parts together.
+    run is the vendor's own callable: no lookup, lock or guard stands before it. Only where the policy watches calls is
+    it another, and ``unwatched`` the vendor's. The other callables are those of :class:`m3hal.Kernel`. traits: what the
+    implementation declared, or, for a composition, its parts together.
     """
 
     operator: str
@@ -42,18 +44,22 @@ class Bound:
     unpack: Callable[[Any], Any] | None = None
     traits: Mapping[str, str] = field(default_factory=dict)
     traceable: bool = True
+    unwatched: Callable[..., Any] | None = None
 
 
-def bind(plan: Plan, choice: Choice) -> Bound:
-    """Binds one row of a plan; see :meth:`m3hal.dispatch.plans.Plan.bind`."""
+def bind(plan: Plan, choice: Choice, layer: str = "") -> Bound:
+    """Binds one row of a plan for a layer; see :meth:`m3hal.dispatch.plans.Plan.bind`."""
     where = f"{choice.operator} at {choice.site}" if choice.site else choice.operator
     if choice.engine:
         raise M3halError(f"{where} can't be bound: the engine {choice.engine} holds it.")
     if choice.chosen:
-        return _bind_chosen(choice.chosen, plan.site(choice.site))
-    if choice.composed:
-        return _bind_composed(plan, choice)
-    raise M3halError(f"{where} can't be bound: {choice.reason}.", choice.verdicts)
+        candidate = choice.chosen
+        bound = plan.bound_once(choice, lambda: _bind_chosen(candidate, plan.site(choice.site)))
+    elif choice.composed:
+        bound = _bind_composed(plan, choice, layer)
+    else:
+        raise M3halError(f"{where} can't be bound: {choice.reason}.", choice.verdicts)
+    return watched(bound, plan.policy.watch, layer) if plan.policy.watch.is_on else bound
 
 
 def _bind_chosen(candidate: Candidate, site: Site) -> Bound:
@@ -109,9 +115,9 @@ def _problem_of(kernel: Kernel, candidate: Candidate) -> str | None:
     return None
 
 
-def _bind_composed(plan: Plan, choice: Choice) -> Bound:
+def _bind_composed(plan: Plan, choice: Choice, layer: str) -> Bound:
     operator, site = ops.load(choice.operator), plan.site(choice.site)
-    parts = {name: plan.bind(name, choice.site) for name in choice.composed}
+    parts = {name: plan.bind(name, choice.site, layer) for name in choice.composed}
     traits: dict[str, str] = {}
     if plan.is_definition(choice):
         from m3hal.reference import bind_definition

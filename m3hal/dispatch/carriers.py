@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal.dispatch.names import LEVELS, RESERVED, BackendName, Order
+from m3hal.dispatch.watch import KEYS as WATCH_KEYS
+from m3hal.dispatch.watch import MODES, ON_MISMATCH, Watch
 from m3hal.ops import NAMES
 
 #: A carrier's name, as reasons tell it, and its keys.
@@ -122,6 +125,7 @@ def _operators(text: str, variable: str) -> Mapping[str, Any]:
 def fields_of(origins: Mapping[str, Origin]) -> dict[str, Any]:
     """The Policy fields that the flattened values mean."""
     fields: dict[str, Any] = {"overrides": {}}
+    watching: dict[str, Any] = {}
     for key, origin in origins.items():
         where = f"{key!r} from {origin.carrier}"
         if key.startswith("operators."):
@@ -137,8 +141,8 @@ def fields_of(origins: Mapping[str, Origin]) -> dict[str, Any]:
             fields["order"] = () if fields["in_tree"] else order
         else:
             name, read = _KEYS[key]
-            fields[name] = read(origin.value, where)
-    return fields
+            (watching if key in WATCH_KEYS else fields)[name] = read(origin.value, where)
+    return {**fields, "watch": Watch(**watching)}
 
 
 def _names(value: Any, where: str) -> tuple[str, ...]:
@@ -175,12 +179,33 @@ def _require(value: Any, where: str) -> tuple[tuple[str, str], ...]:
     return tuple((name.strip(), wanted.strip() or "yes") for name, _, wanted in pairs)
 
 
-def _level(value: Any, where: str) -> str:
-    if value not in LEVELS:
-        raise ConfigurationError(
-            f"{where} must be one of {', '.join(LEVELS)}; got {value!r}.{did_you_mean(str(value), LEVELS)}"
-        )
-    return str(value)
+def _one_of(words: Sequence[str]) -> Callable[[Any, str], str]:
+    def read(value: Any, where: str) -> str:
+        if value not in words:
+            raise ConfigurationError(
+                f"{where} must be one of {', '.join(words)}; got {value!r}.{did_you_mean(str(value), words)}"
+            )
+        return str(value)
+
+    return read
+
+
+def _share(value: Any, where: str) -> float:
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        share = 0.0
+    if not 0 < share <= 1 or isinstance(value, bool):
+        raise ConfigurationError(f"{where} must be a share of calls, more than 0 and at most 1; got {value!r}.")
+    return share
+
+
+def _bytes(value: Any, where: str) -> int:
+    """``1073741824``, ``"1 GiB"``."""
+    found = re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB)", str(value).strip())
+    if found is None or isinstance(value, bool):
+        raise ConfigurationError(f"{where} must be a number of bytes, e.g. 1073741824 or '1 GiB'; got {value!r}.")
+    return int(found[1]) << {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
 
 
 def _text(value: Any, where: str) -> str:
@@ -192,8 +217,13 @@ def _text(value: Any, where: str) -> str:
 #: key -> (field of Policy, reader)
 _KEYS: Mapping[str, tuple[str, Callable[[Any, str], Any]]] = {
     "require": ("require", _require),
-    "min_level": ("min_level", _level),
+    "min_level": ("min_level", _one_of(LEVELS)),
     "deny": ("deny", _deny),
     "plan": ("pinned", _text),
     "fingerprint": ("fingerprint", _text),
+    "mode": ("mode", _one_of(MODES)),
+    "capture_dir": ("capture_dir", _text),
+    "sample_rate": ("sample_rate", _share),
+    "capture_bytes": ("capture_bytes", _bytes),
+    "on_mismatch": ("on_mismatch", _one_of(ON_MISMATCH)),
 }

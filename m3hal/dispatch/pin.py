@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from m3hal.dispatch import watch
 from m3hal.dispatch.errors import ConfigurationError, M3halError
 from m3hal.dispatch.plans import Plan
 from m3hal.dispatch.policy import Policy
@@ -29,9 +30,10 @@ class Pin:
 
 
 def load(policy: Policy) -> Pin:
-    """The plan that a policy pins. It brings its own policy, so no other key may be set beside it."""
+    """The plan that a policy pins. It brings its own policy, so no other key that decides it may be set beside it."""
     assert policy.pinned is not None
-    beside = [k for k, origin in policy.origins.items() if k not in ("plan", "fingerprint") and not origin.is_default]
+    free = ("plan", "fingerprint", *watch.KEYS)
+    beside = [k for k, origin in policy.origins.items() if k not in free and not origin.is_default]
     if beside:
         where = policy.origins[beside[0]].carrier
         raise ConfigurationError(f"'plan' pins every choice; remove {beside[0]!r} from {where}, or 'plan'.")
@@ -45,7 +47,7 @@ def load(policy: Policy) -> Pin:
             f"{policy.pinned} is no exported plan ({type(error).__name__}: {error}); "
             "`m3hal explain --json > plan.json` writes one."
         ) from error
-    return Pin(policy.pinned, data, own, ids)
+    return Pin(policy.pinned, data, replace(own, watch=policy.watch), ids)
 
 
 def check(plan: Plan, pin: Pin) -> None:

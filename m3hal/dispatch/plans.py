@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ class Plan:
     faults: tuple[Verdict, ...] = ()
     in_tree: bool = False
     reason: str = ""
-    _bound: dict[tuple[str, str], Bound] = field(default_factory=dict, compare=False, repr=False)
+    _bound: dict[tuple[str, str, str | None], Bound] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def sites(self) -> Mapping[str, Site]:
@@ -117,11 +117,12 @@ class Plan:
             raise ConfigurationError(f"{operator} doesn't run at site {site!r}; it runs at {', '.join(rows)}.")
         return rows[site]
 
-    def bind(self, operator: str, site: str) -> Bound:
+    def bind(self, operator: str, site: str, layer: str = "") -> Bound:
         """The callable that serves an operator at a site; the same object for every layer of that site.
 
-        Imports vendor code, and may compile. Raises M3halError, naming backend and operator, when that fails: the plan
-        was made on what the vendor declared, and nothing falls back.
+        Where the policy watches calls there is one for every ``layer``, whose name says in reports where a call was.
+        Imports vendor code, and may compile, once per site. Raises M3halError, naming backend and operator, when that
+        fails: the plan was made on what the vendor declared, and nothing falls back.
         """
         from m3hal.dispatch.bind import bind
 
@@ -129,9 +130,16 @@ class Plan:
             raise M3halError(
                 f"{operator} at {site} can't be bound: vLLM's in-tree model serves this plan, because {self.reason}."
             )
-        key = (operator, site)
+        key = (operator, site, layer if self.policy.watch.is_on else "")
         if key not in self._bound:
-            self._bound[key] = bind(self, self.choice(operator, site))
+            self._bound[key] = bind(self, self.choice(operator, site), key[2])
+        return self._bound[key]
+
+    def bound_once(self, choice: Choice, make: Callable[[], Bound]) -> Bound:
+        """What a factory made for a site, which all of its layers share, watched or not."""
+        key = (choice.operator, choice.site, None)
+        if key not in self._bound:
+            self._bound[key] = make()
         return self._bound[key]
 
     @cached_property

@@ -12,6 +12,11 @@ then the default. ``operators`` merges by operator.
     deny         ["acme"]                       M3HAL_DENY=acme
     plan         "plan.json"                    M3HAL_PLAN=plan.json
     fingerprint  written by the engine          M3HAL_FINGERPRINT
+    mode         "record", "shadow"             M3HAL_MODE=shadow
+    capture_dir  "m3hal-captures"               M3HAL_CAPTURE_DIR=/var/m3hal
+    sample_rate  0.01                           M3HAL_SAMPLE_RATE=0.01
+    capture_bytes "1 GiB"                       M3HAL_CAPTURE_BYTES=1073741824
+    on_mismatch  "warn", "raise"                M3HAL_ON_MISMATCH=raise
 
 A backend is named ``acme``, or ``acme-dist:acme`` when two distributions claim the name.
 """
@@ -27,6 +32,7 @@ from m3hal.dispatch import carriers
 from m3hal.dispatch.carriers import DEFAULT, Origin
 from m3hal.dispatch.errors import ConfigurationError
 from m3hal.dispatch.names import BackendName, Order
+from m3hal.dispatch.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,9 @@ class Policy:
 
     order: backends, first first; empty is ``auto``. in_tree: ``backend: "vllm"`` was asked for. overrides: operator ->
     backends. require: (trait, value). min_level: None is the default, "hardware" on accelerators under ``auto``.
-    pinned: path of an exported plan. fingerprint: the plan that the engine's front end made. origins: key -> where its
-    value came from.
+    pinned: path of an exported plan. fingerprint: the plan that the engine's front end made. watch: whether calls are
+    recorded or compared; it chooses no implementation and is no part of a plan. origins: key -> where its value came
+    from.
     """
 
     order: Order = ()
@@ -47,6 +54,7 @@ class Policy:
     deny: tuple[BackendName, ...] = ()
     pinned: str | None = None
     fingerprint: str | None = None
+    watch: Watch = field(default_factory=Watch)
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -105,7 +113,7 @@ class Policy:
         return tuple(dict.fromkeys([*self.order, *(name for order in self.overrides.values() for name in order)]))
 
     def to_json(self) -> dict[str, Any]:
-        """What the policy asks for, in the schema's own keys; it enters the plan's fingerprint."""
+        """What decides the plan, in the schema's own keys; it enters the plan's fingerprint."""
         asked: dict[str, Any] = {"backend": self.backend}
         if self.overrides:
             asked["operators"] = {op: ",".join(map(str, order)) for op, order in sorted(self.overrides.items())}

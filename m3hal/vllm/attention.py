@@ -50,12 +50,12 @@ class M3Attention(nn.Module):
         self.qkv_proj, self.o_proj = _projections(site, vllm_config, prefix)
         self.q_norm, self.k_norm = HeadNorm(site.head_dim), HeadNorm(site.head_dim)
         self.norms = QKNorms(self.q_norm.weight, self.k_norm.weight)
-        self.insert = operators.run("qk_norm_rope_insert")
+        self.insert = operators.run("qk_norm_rope_insert", prefix)
 
         reader = "sparse_attention" if self.is_sparse else "paged_attention"
         pages = KVLayout("hnd", site.kv_format, site.page_size, site.num_kv_heads, site.head_dim, has_values=True)
         self.kv = CacheLayer(f"{prefix}.attn", pages, operators.bound[reader], vllm_config)
-        self.attend = operators.run(reader)
+        self.attend = operators.run(reader, prefix)
 
         if self.is_sparse:
             self.index_q_norm, self.index_k_norm = HeadNorm(site.index_dim), HeadNorm(site.index_dim)
@@ -64,7 +64,7 @@ class M3Attention(nn.Module):
             self.index = CacheLayer(
                 f"{prefix}.attn.index_cache", index_pages, operators.bound["select_blocks"], vllm_config
             )
-            self.select = operators.run("select_blocks")
+            self.select = operators.run("select_blocks", prefix)
 
         vllm_config.compilation_config.static_forward_context[self.name] = self  # where the opaque operator looks
 

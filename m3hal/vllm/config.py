@@ -78,7 +78,7 @@ def configure(vllm_config: Any, environ: Mapping[str, str]) -> None:
         _keep_stock(vllm_config.model_config)
         return
     logger.info("m3hal serves %s, text only: images are refused.\n%s", architecture, plan.table())
-    _take_over(vllm_config, plan.fingerprint)
+    _take_over(vllm_config, plan)
 
 
 def _refuse(vllm_config: Any, foreign: str | None) -> None:
@@ -99,10 +99,13 @@ def _refuse(vllm_config: Any, foreign: str | None) -> None:
         raise M3halError(refused)
 
 
-def _take_over(vllm_config: Any, fingerprint: str) -> None:
-    """From here on the configuration says that m3hal serves, in this process and in every one that receives it."""
+def _take_over(vllm_config: Any, plan: Any) -> None:
+    """From here on the configuration says that m3hal serves, in this process and in every one that receives it.
+
+    Watched calls are another compiled graph, and vLLM's compile cache knows what stands here only.
+    """
     extra = dict(vllm_config.additional_config or {})
-    extra["m3hal"] = {**extra.get("m3hal", {}), "fingerprint": fingerprint}
+    extra["m3hal"] = {**extra.get("m3hal", {}), **plan.policy.watch.to_json(), "fingerprint": plan.fingerprint}
     vllm_config.additional_config = extra
     model_config, cache = vllm_config.model_config, vllm_config.cache_config
     cache.block_size = model_config.hf_text_config.sparse_attention_config["sparse_block_size"]

@@ -26,10 +26,10 @@ Operators = dict[SiteKind, SiteOperators]
 class M3Norm(nn.Module):
     """Norm of the residual stream: adds a branch's output to it first, except where the stream begins."""
 
-    def __init__(self, operators: SiteOperators) -> None:
+    def __init__(self, operators: SiteOperators, prefix: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(operators.site.hidden_size), requires_grad=False)
-        self.norm, self.add_norm = operators.run("rms_norm"), operators.run("add_rms_norm")
+        self.norm, self.add_norm = operators.run("rms_norm", prefix), operators.run("add_rms_norm", prefix)
 
     def forward(self, branch: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the normalised stream and the stream."""
@@ -50,9 +50,9 @@ class M3DecoderLayer(nn.Module):
         attention = operators["sparse_attention" if is_sparse else "dense_attention"]
         feed_forward = operators["moe" if config.moe_layer_freq[layer] else "dense_mlp"]
 
-        self.input_layernorm = M3Norm(attention)
+        self.input_layernorm = M3Norm(attention, f"{prefix}.input_layernorm")
         self.self_attn = M3Attention(attention, cos_sin, vllm_config, f"{prefix}.self_attn")
-        self.post_attention_layernorm = M3Norm(feed_forward)
+        self.post_attention_layernorm = M3Norm(feed_forward, f"{prefix}.post_attention_layernorm")
         self.is_moe = bool(config.moe_layer_freq[layer])
         if self.is_moe:  # the checkpoint names the two kinds differently
             self.block_sparse_moe = M3MoE(feed_forward, vllm_config, f"{prefix}.block_sparse_moe")
@@ -90,7 +90,7 @@ class M3Model(nn.Module):
             lambda prefix: M3DecoderLayer(operators, cos_sin, vllm_config, prefix),
             prefix=f"{prefix}.layers",
         )
-        self.norm = M3Norm(operators["moe" if config.moe_layer_freq[-1] else "dense_mlp"])
+        self.norm = M3Norm(operators["moe" if config.moe_layer_freq[-1] else "dense_mlp"], f"{prefix}.norm")
 
     def forward(
         self,

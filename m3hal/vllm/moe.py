@@ -51,7 +51,7 @@ class M3MLP(nn.Module):
         self.down_proj = RowParallelLinear(
             intermediate_size, hidden, **kinds, reduce_results=sum_over_ranks, prefix=f"{prefix}.down_proj"
         )
-        self.activate = operators.run("swiglu_oai")
+        self.activate = operators.run("swiglu_oai", prefix)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         gate_up, _ = self.gate_up_proj(hidden)
@@ -71,7 +71,7 @@ class M3MoE(nn.Module):
         super().__init__()
         site, config = operators.site, vllm_config.model_config.hf_text_config
         self.name, self.rows = f"{prefix}.experts", site.intermediate_size
-        self.route, self.compute = operators.run("route_topk"), operators.run("moe_experts")
+        self.route, self.compute = operators.run("route_topk", prefix), operators.run("moe_experts", prefix)
 
         # The router decides between experts whose scores may be close: it is stored and computed in fp32.
         self.gate = GateLinear(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from m3hal.vllm import opaque
 
@@ -30,20 +31,36 @@ class SiteOperators:
 
     def __init__(self, plan: Plan, kind: SiteKind) -> None:
         self.site: Site = plan.site(kind)
+        self._plan = plan
         self.bound: dict[str, Bound] = {name: plan.bind(name, kind) for name in CALLED[kind]}
         size = max(bound.workspace_bytes for bound in self.bound.values())
         self._workspace = torch.empty(size, dtype=torch.uint8)  # on the device that vLLM builds the model on
-        self._run: dict[str, Callable[..., Any]] = {}
+        self._run: dict[int, Callable[..., Any]] = {}
 
-    def run(self, operator: str) -> Callable[..., Any]:
-        """The implementation's own callable; with the workspace attached if it asked for one."""
-        if operator not in self._run:
-            self._run[operator] = self._callable(self.bound[operator])
-        return self._run[operator]
+    def run(self, operator: str, layer: str) -> Callable[..., Any]:
+        """The implementation's own callable; with the workspace attached if it asked for one.
+
+        layer: the module that calls it, as vLLM names it; all layers share one callable unless calls are watched.
+        """
+        bound = self._plan.bind(operator, self.site.kind, layer)
+        if id(bound) not in self._run:
+            self._run[id(bound)] = self._callable(bound)
+        return self._run[id(bound)]
 
     def _callable(self, bound: Bound) -> Callable[..., Any]:
-        run = partial(bound.run, workspace=self._workspace) if bound.workspace_bytes else bound.run
+        run = bound.run if bound.unwatched is None else _while_serving(bound.run, bound.unwatched)
+        run = partial(run, workspace=self._workspace) if bound.workspace_bytes else run
         return run if bound.traceable or bound.operator not in TRACED else opaque.call(bound, run)
+
+
+def _while_serving(watched: Callable[..., Any], unwatched: Callable[..., Any]) -> Callable[..., Any]:
+    """Watches no call of the forwards in which vLLM measures memory and warms up; they compute on nothing."""
+
+    def run(*inputs: Any, **options: Any) -> Any:
+        serving = is_forward_context_available() and isinstance(get_forward_context().attn_metadata, dict)
+        return (watched if serving else unwatched)(*inputs, **options)
+
+    return run
 
 
 def operators_of(plan: Plan) -> dict[SiteKind, SiteOperators]:
