@@ -41,7 +41,13 @@ MANIFEST = Manifest(
     libraries={"torch": ">=2.9"},  # your runtime's distribution and versions
     probe="m3hal_NAME.probe:probe",
     operators={
-        "rms_norm": (Impl("m3hal_NAME.norm:rms_norm", limits=(one_of("dtype", "float32", "bfloat16"),)),),
+        "rms_norm": (
+            Impl(
+                "m3hal_NAME.norm:rms_norm",
+                limits=(one_of("dtype", "float32", "bfloat16"),),
+                memory="self",  # torch makes temporaries; take this out once your kernel writes nothing but out
+            ),
+        ),
     },
 )
 '''
