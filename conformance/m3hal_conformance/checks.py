@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from m3hal_conformance.bounds import bits
+from m3hal_conformance.bounds import _spacing, bits
 from m3hal_conformance.buckets import trimmed
 from m3hal_conformance.compare import Score
 from m3hal_conformance.harness import Named, Outcome
@@ -83,8 +83,36 @@ def rerun(trial: Trial) -> None:
 
 
 @check
+def unbiased(trial: Trial) -> None:
+    """bf16 results are rounded to nearest: over many rows they are as often above the exact ones as below.
+
+    Dropping the lower half of an fp32 result costs less than one last place, but pulls every number towards zero, by
+    half a last place on average. In each row only elements of at least its own root mean square count; between rows
+    the spread says how far from zero their mean may lie by chance.
+    """
+    for name, actual in trial.first.outputs.items():
+        exact = trial.exact[name].double() if name in trial.exact else actual.double()
+        if actual.dtype != torch.bfloat16 or actual.shape != exact.shape or actual.ndim < 2:
+            continue
+        large = exact.abs() >= exact.square().mean(-1, keepdim=True).sqrt()
+        counted = large & (exact != 0) & torch.isfinite(exact) & torch.isfinite(actual)
+        off = torch.where(counted, (actual.double() - exact) * exact.sign() / _spacing(exact.abs(), actual.dtype), 0.0)
+        rows = counted.any(-1)
+        means = off.sum(-1)[rows] / counted.sum(-1)[rows]
+        if len(means) < 8:
+            continue
+        bias, chance = float(means.mean()), 4 * float(means.std()) / len(means) ** 0.5
+        if abs(bias) > 0.15 + chance:
+            towards = "towards" if bias < 0 else "away from"
+            raise CheckFailed(f"{name} lies {abs(bias):.2f} last places {towards} zero on average; round to nearest")
+
+
+@check
 def allocates(trial: Trial) -> None:
-    """Without ``out=`` the call returns the same numbers in tensors of the shape, dtype and strides of the fake."""
+    """Without ``out=`` the call returns the same numbers in tensors of the shape, dtype and strides of the fake.
+
+    What it returned is the caller's: a later call does not write it.
+    """
     given = trial.given(trial.inputs)
     actual, returned = trial.harness.call_allocating(given)
     wanted = trial.harness.expected(given)
@@ -96,6 +124,11 @@ def allocates(trial: Trial) -> None:
         )
     trimmed_actual = trimmed(trial.operator, Outcome(actual), trial.inputs).outputs
     _same(trial.first.outputs, trimmed_actual, "without out= the result differs")
+    mine = [(tensor, bits(tensor).clone()) for _, tensor in tensors(returned)]
+    if mine:
+        trial.harness.call_allocating(trial.given(trial.case.inputs(trial.seed + 1)))
+    if any(not torch.equal(bits(tensor), before) for tensor, before in mine):
+        raise CheckFailed("without out= it returns memory that its next call writes again")
 
 
 @check

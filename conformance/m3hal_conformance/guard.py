@@ -42,18 +42,27 @@ _POISON: dict[torch.dtype, tuple[int, int]] = {
 class Slab:
     """One tensor in a poisoned slab.
 
-    view: the tensor, with the given shape and strides. which: 0 or 1, the poison.
+    view: the tensor, with the given shape and strides. which: 0 or 1, the poison. offset: of the tensor in its own
+    storage; the view's address is off a multiple of 16 elements by as much, so that a view that starts off an even
+    address still does.
     """
 
     def __init__(
-        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, which: int = 0
+        self,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        which: int = 0,
+        offset: int = 0,
     ) -> None:
         if any(step < 0 for step in stride):
             raise ValueError("torch has no negative strides")
         self._poison = _POISON[dtype][which]
         extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-        self._band = max(BAND, BAND_BYTES // dtype.itemsize)
-        self._slab = torch.empty(extent + 2 * self._band, dtype=dtype, device=device)
+        band = max(BAND, BAND_BYTES // dtype.itemsize)
+        self._band = band + offset % 16
+        self._slab = torch.empty(self._band + extent + band, dtype=dtype, device=device)
         bits(self._slab).fill_(self._poison)
         self._place = (tuple(shape), tuple(stride), self._band)
         self.view = self._slab.as_strided(*self._place)
@@ -61,7 +70,7 @@ class Slab:
     @classmethod
     def like(cls, tensor: Tensor, which: int = 0) -> Slab:
         """An empty (poisoned) slab for a tensor of this shape, these strides and this dtype."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, which)
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, which, int(tensor.storage_offset()))
 
     @classmethod
     def holding(cls, tensor: Tensor, which: int = 0) -> Slab:

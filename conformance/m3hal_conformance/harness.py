@@ -72,8 +72,11 @@ class Harness:
         return self.outcome(carved, inputs, returned)
 
     def call_allocating(self, inputs: Mapping[str, Any]) -> tuple[Named, Any]:
-        """One call without ``out=``: its outputs by name, and as they were returned."""
-        carved = self.carve(inputs, 0)
+        """One call without ``out=``: its outputs by name, and as they were returned.
+
+        Its inputs lie in no slabs: a kernel that is right only between guard bands is found out.
+        """
+        carved = self.carve(inputs, 0, is_guarded=False)
         carved.out = None
         returned = self.run(carved)
         return named(self.operator, returned, self._mutated(carved)), returned
@@ -82,7 +85,7 @@ class Harness:
         """Empty outputs as the definition's fake makes them; None for an operator that only mutates."""
         return self.operator.fake(*inputs.values(), **self._statics)
 
-    def carve(self, inputs: Mapping[str, Any], which: int) -> Carved:
+    def carve(self, inputs: Mapping[str, Any], which: int, *, is_guarded: bool = True) -> Carved:
         slabs: dict[int, Slab] = {}
 
         def keep(slab: Slab) -> Tensor:
@@ -90,7 +93,12 @@ class Harness:
             return slab.view
 
         def hold(tensor: Tensor) -> Tensor:
-            slab = Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which)
+            if not is_guarded:
+                plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+                bits(plain).copy_(bits(tensor))
+                return plain
+            offset = int(tensor.storage_offset())
+            slab = Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which, offset)
             if tensor.numel():
                 bits(slab.view).copy_(bits(tensor))
             return keep(slab)
@@ -98,7 +106,7 @@ class Harness:
         def empty(tensor: Tensor) -> Tensor:
             return keep(Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which))
 
-        lazy = {name: on_device(inputs[name], pages_in_use(inputs), self.device) for name in self.lazy}
+        lazy = {name: on_device(inputs[name], inputs, self.device) for name in self.lazy}
         guarded = map_tensors({name: value for name, value in inputs.items() if name not in self.lazy}, hold)
         out = map_tensors(self.expected(inputs), empty)
         given = {name: lazy[name] if name in lazy else guarded[name] for name in inputs}
@@ -197,11 +205,15 @@ def pages_in_use(inputs: Mapping[str, Any]) -> Tensor:
     return torch.cat([pages.flatten().long() for pages in named_by]).unique()
 
 
-def on_device(cache: PagedCache, pages: Tensor, device: torch.device) -> PagedCache:
-    """The cache itself on the CPU. Elsewhere one of its size of which only ``pages`` were copied: the host's has
-    gigabytes that nobody has touched, and that cost nothing while nobody does."""
+def on_device(value: Any, inputs: Mapping[str, Any], device: torch.device) -> Any:
+    """A lazy input. A cache is itself on the CPU; elsewhere one of its size of which only the pages in use were
+    copied: the host's has gigabytes that nobody has touched, and that cost nothing while nobody does."""
+    if not isinstance(value, PagedCache):
+        return map_tensors(value, lambda tensor: tensor.to(device))
+    cache = value
     if cache.buf.device == device:
         return cache
+    pages = pages_in_use(inputs)
     buf = torch.empty(cache.buf.shape, dtype=cache.buf.dtype, device=device)
     bits(buf)[pages.to(device)] = bits(cache.buf)[pages].to(device)
     return replace(cache, buf=buf)
