@@ -1,4 +1,4 @@
-"""``kv_write``: tokens into a paged cache of the activations' dtype."""
+"""``kv_write``: tokens into a paged cache, rounded once to its format."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from m3hal.layouts import PagedCache
 from m3hal.shape import Site
+from m3hal_triton import _encode, _pages
 
 
 def kv_write(site: Site) -> partial[None]:
@@ -20,19 +21,21 @@ def kv_write(site: Site) -> partial[None]:
 def _write(
     site: Site, cache: PagedCache, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor, out: None = None
 ) -> None:
-    if cache.layout.has_values != (v is not None):
+    layout = cache.layout
+    if layout.has_values != (v is not None):
         raise ValueError("pass v for a main cache, and None for an index cache, which holds keys only")
     if not k.numel():
         return
-    keys, values = cache.k, cache.v if v is not None else cache.k
     source = k if v is None else v
     _tokens[(k.shape[0],)](
-        keys, values, k, source, slots,
-        *keys.stride(), *values.stride(), *k.stride(), *source.stride(), slots.stride(0),
-        cache.layout.heads, cache.layout.dim,
-        PAGE=cache.layout.page_size,
-        HEADS=triton.next_power_of_2(cache.layout.heads),
-        DIM=triton.next_power_of_2(cache.layout.dim),
+        _pages.memory(cache), _pages.keys(cache), _pages.values(cache), cache.k_scale, cache.v_scale,
+        k, source, slots, k.stride(), source.stride(), slots.stride(0),
+        HEADS=layout.heads,
+        PADDED_HEADS=triton.next_power_of_2(layout.heads),
+        DIM=layout.dim,
+        PADDED_DIM=triton.next_power_of_2(layout.dim),
+        PAGE=layout.page_size,
+        FORMAT=layout.format,
         VALUES=v is not None,
         num_warps=1,
     )  # fmt: skip
@@ -40,44 +43,33 @@ def _write(
 
 @triton.jit
 def _tokens(
+    cache,
     keys,
     values,
+    k_scale,
+    v_scale,
     k,
     v,
     slots,
-    keys_page,
-    keys_head,
-    keys_slot,
-    keys_dim,
-    values_page,
-    values_head,
-    values_slot,
-    values_dim,
-    k_token,
-    k_head,
-    k_dim,
-    v_token,
-    v_head,
-    v_dim,
+    k_strides,
+    v_strides,
     slot_stride,
-    heads,
-    dims,
-    PAGE: tl.constexpr,
     HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    FORMAT: tl.constexpr,
     VALUES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token * slot_stride).to(tl.int64)
     if slot < 0:
         return
-    page, offset = slot // PAGE, slot % PAGE
-    head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
-    real = (head < heads) & (dim < dims)
-    value = tl.load(k + token * k_token + head * k_head + dim * k_dim, mask=real)
-    to = keys + page * keys_page + head * keys_head + offset * keys_slot + dim * keys_dim
-    tl.store(to, value.to(keys.dtype.element_ty), mask=real)
+    head, dim = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_DIM)[None, :]
+    real = head < HEADS
+    x = tl.load(k + token * k_strides[0] + head * k_strides[1] + dim * k_strides[2], mask=real & (dim < DIM))
+    _encode.put(x, real, cache, keys, slot, head, k_scale, 0, DIM, PAGE, FORMAT, False)
     if VALUES:
-        value = tl.load(v + token * v_token + head * v_head + dim * v_dim, mask=real)
-        to = values + page * values_page + head * values_head + offset * values_slot + dim * values_dim
-        tl.store(to, value.to(values.dtype.element_ty), mask=real)
+        x = tl.load(v + token * v_strides[0] + head * v_strides[1] + dim * v_strides[2], mask=real & (dim < DIM))
+        _encode.put(x, real, cache, values, slot, head, v_scale, 0, DIM, PAGE, FORMAT, True)

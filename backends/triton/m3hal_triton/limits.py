@@ -17,15 +17,22 @@ def attention(site: Site) -> str | None:
     return cache(site) or _nesting(site)
 
 
+#: columns that share a block scale
+_GROUPS = {"nvfp4": 16, "mxfp4": 32}
+
+
 def rotated_cache(site: Site) -> str | None:
-    """The caches hold the activations' dtype, and a head splits into two rotated halves and a rest, powers of two."""
-    for name, dim in (("head_dim", site.head_dim), ("index_dim", site.index_dim)):
-        half, rest = site.rotary_dim // 2, dim - site.rotary_dim
-        if dim and not (_power_of_two(half) and (rest == 0 or _power_of_two(rest))):
+    """A head splits into parts as wide as half of what rotates, a power of two of whole groups of the caches."""
+    half = site.rotary_dim // 2
+    for name, dim, format in (
+        ("head_dim", site.head_dim, site.kv_format),
+        ("index_dim", site.index_dim, site.index_format),
+    ):
+        if dim and not (_power_of_two(half) and dim % half == 0):
             return f"{name} {dim} with rotary_dim {site.rotary_dim} does not split into powers of two"
-    if site.index_format and site.index_format != site.dtype:
-        return f"index_format is {site.index_format} and dtype is {site.dtype}; these kernels take a cache of one dtype"
-    return cache(site)
+        if dim and half % _GROUPS.get(format, 1):
+            return f"{format} shares a scale among {_GROUPS[format]} columns, and half of rotary_dim is {half}"
+    return None
 
 
 def _power_of_two(value: int) -> bool:

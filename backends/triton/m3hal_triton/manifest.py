@@ -10,6 +10,10 @@ _HEADS = (
     at_least("scale", 1e-6),
 )
 _CACHE = one_of("kv_format", "float32", "bfloat16")
+_STORED = (
+    one_of("kv_format", "float32", "bfloat16", "fp8_e4m3", "nvfp4"),
+    one_of("index_format", "", "float32", "bfloat16", "fp8_e4m3", "nvfp4", "mxfp4"),
+)
 _BLOCKS = (multiple_of("block_size", 16), at_most("top_k_blocks", 64))
 _INDEX = one_of("index_dim", 32, 64, 128)
 _RANKED = (at_most("top_k_blocks", 64), at_most("max_context", 1 << 20))
@@ -17,6 +21,8 @@ _SHARED = ("_plan.py", "_launch.py")
 
 _ROW = (_PLAIN, at_most("hidden_size", 16384))
 _CACHE_PAGES = ("hnd", "nhd")
+_EVERY_PAGE = (*_CACHE_PAGES, "msa_slot", "planar")
+_WRITES = ("_encode.py", "_pages.py")
 
 
 def _by_dtype(path: str, limits: tuple[Limit, ...], predicate: str, files: tuple[str, ...]) -> tuple[Impl, ...]:
@@ -50,17 +56,18 @@ MANIFEST = Manifest(
         "kv_write": (
             Impl(
                 "m3hal_triton.kv_write:kv_write",
-                limits=(_PLAIN, _CACHE),
-                predicate="m3hal_triton.limits:cache",
-                layouts=_CACHE_PAGES,
+                limits=(_PLAIN, *_STORED),
+                layouts=_EVERY_PAGE,
+                files=_WRITES,
             ),
         ),
         "qk_norm_rope_insert": (
             Impl(
                 "m3hal_triton.qk_norm_rope_insert:qk_norm_rope_insert",
-                limits=(_PLAIN, _CACHE, *_HEADS),
+                limits=(_PLAIN, *_STORED, *_HEADS),
                 predicate="m3hal_triton.limits:rotated_cache",
-                layouts=_CACHE_PAGES,
+                layouts=_EVERY_PAGE,
+                files=(*_WRITES, "_launch.py"),
             ),
         ),
         "block_scores": (

@@ -1,7 +1,8 @@
 """``qk_norm_rope_insert``: norm, rotation and cache insertion in one pass over the projection's rows.
 
-A program takes ROWS heads of one kind, over as many tokens as it needs. Each head is read in three parts, the two
-halves that rotate against each other and what passes through, so that the pairs meet in registers.
+A program takes ROWS heads of one kind: all of one token's, so that they share its angles, or over as many tokens as
+it needs. A head is read in parts of HALF columns, the two that rotate against each other and what passes through: all
+lie in registers alike, so pairs meet there, and sums over a head need no exchange of layouts.
 """
 
 from __future__ import annotations
@@ -15,16 +16,24 @@ import triton.language as tl
 from m3hal.layouts import PagedCache
 from m3hal.ops import QKNorms, load
 from m3hal.shape import Site
+from m3hal_triton import _encode, _pages
+from m3hal_triton._launch import common_power_of_two
 
-#: heads of one program, and its warps, found on an H200
-ROWS = 16
-WARPS = 4
+#: heads of one program, at most and at least
+MOST_ROWS, LEAST_ROWS = 64, 16
+#: of a warp; 8 bf16 of each part in a thread, 16 bytes, twice
+ROWS_OF_A_WARP = 16
 
 
 def qk_norm_rope_insert(site: Site) -> partial[tuple[torch.Tensor, torch.Tensor | None]]:
     """The callable for a site, with an indexer or without."""
     op = load("qk_norm_rope_insert")
     return partial(_insert, site, partial(op.fake, **op.static_values(site)))
+
+
+def rows_of(site: Site) -> int:
+    """Heads of one program."""
+    return min(max(common_power_of_two(site.num_q_heads), LEAST_ROWS), MOST_ROWS)
 
 
 def _insert(
@@ -41,189 +50,176 @@ def _insert(
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     result = fake(qkv) if out is None else out
-    if not qkv.shape[0]:
-        return result
-    q, index_q = result
-    indexed = site.num_index_heads > 0
-    k, v = kv.k, kv.v
-    # without an indexer, its arguments are stand-ins that nothing reads
-    index_k = index_cache.k if index_cache is not None else k
     tokens = qkv.shape[0]
-    # programs of each kind of head, in the order of the row: q, k, v, index_q, index_k
-    heads = [site.num_q_heads, site.num_kv_heads, site.num_kv_heads]
-    heads += [site.num_index_heads, 1] if indexed else []
-    programs = [triton.cdiv(tokens * count, ROWS) for count in heads]
-    ends = [sum(programs[: i + 1]) for i in range(5)]
+    if not tokens:
+        return result
+    # without an indexer, its arguments are stand-ins that nothing reads
+    q, index_q = result[0], result[0] if result[1] is None else result[1]
+    keys = kv if index_cache is None else index_cache
+    index_norms = (norms.q, norms.k) if norms.index_q is None else (norms.index_q, norms.index_k)
+    index_slots = slots if index_slots is None else index_slots
+    rows, few = rows_of(site), rows_of(site) // 2
+    # programs of each kind of head: k, v, index_q, index_k, q
+    heads = (site.num_kv_heads, site.num_kv_heads, site.num_index_heads, int(site.num_index_heads > 0))
+    ends = [0]
+    for count in heads:
+        ends.append(ends[-1] + triton.cdiv(tokens * count, few))
+    ends.append(ends[-1] + triton.cdiv(tokens * site.num_q_heads, rows))
     _heads[(ends[-1],)](
-        qkv, norms.q, norms.k,
-        norms.index_q if indexed else norms.q,
-        norms.index_k if indexed else norms.k,
-        positions, cos_sin, k, v, index_k, slots,
-        index_slots if indexed else slots,
-        q,
-        index_q if indexed else q,
-        tokens, *ends[:4],
-        *qkv.stride(), *cos_sin.stride(), *k.stride(), *v.stride(),
-        index_k.stride(0), index_k.stride(2), index_k.stride(3),
-        *q.stride(), *(index_q.stride() if indexed else q.stride()),
+        qkv, norms.q, norms.k, *index_norms, positions, cos_sin,
+        _pages.memory(kv), _pages.keys(kv), _pages.values(kv), kv.k_scale, kv.v_scale,
+        _pages.memory(keys), _pages.keys(keys), slots, index_slots, q, index_q,
+        tokens, tuple(ends[1:5]), qkv.stride(), cos_sin.stride(), q.stride(), index_q.stride(),
+        tuple(t.stride(0) for t in (positions, slots, index_slots, norms.q, norms.k, *index_norms)),
         site.eps, site.weight_offset,
         Q_HEADS=site.num_q_heads,
         KV_HEADS=site.num_kv_heads,
         INDEX_HEADS=site.num_index_heads,
-        ROWS=ROWS,
+        ROWS=rows,
+        FEW=few,
         DIM=site.head_dim,
         INDEX_DIM=site.index_dim or site.head_dim,
         HALF=site.rotary_dim // 2,
         PAGE=kv.layout.page_size,
-        INDEX_PAGE=index_cache.layout.page_size if index_cache is not None else 1,
-        num_warps=WARPS,
+        FORMAT=kv.layout.format,
+        INDEX_PAGE=keys.layout.page_size,
+        INDEX_FORMAT=keys.layout.format,
+        num_warps=max(rows // ROWS_OF_A_WARP, 1),
     )  # fmt: skip
     return result
 
 
 @triton.jit
-def _store(at, stride, first, second, rest, mask, HALF: tl.constexpr, REST: tl.constexpr):
-    """The three parts of heads to pointers of their first elements [H, 1]."""
-    half = tl.arange(0, HALF)[None, :]
-    tl.store(at + half * stride, first.to(at.dtype.element_ty), mask=mask)
-    tl.store(at + (HALF + half) * stride, second.to(at.dtype.element_ty), mask=mask)
-    if REST > 0:
-        other = tl.arange(0, REST)[None, :]
-        tl.store(at + (2 * HALF + other) * stride, rest.to(at.dtype.element_ty), mask=mask)
+def _items(program, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Token int64, head and presence of each row, [ROWS, 1], or [1, 1] where all rows share it."""
+    row = tl.arange(0, ROWS)[:, None]
+    if HEADS % ROWS == 0:
+        first = program * ROWS
+        token, head = tl.zeros((1, 1), tl.int32) + first // HEADS, first % HEADS + row
+    else:
+        token, head = (program * ROWS + row) // HEADS, (program * ROWS + row) % HEADS
+    return token.to(tl.int64), head, token < tokens
 
 
 @triton.jit
-def _turned(
-    at, stride, weight, angles, angle, eps, offset, mask, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
-):
-    """Heads at pointers of their first elements [H, 1], normalised and rotated, in fp32: three parts."""
-    half = tl.arange(0, HALF)
-    first = tl.load(at + half[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(at + (HALF + half)[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
+def _read(at, column, mask, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Heads at pointers of their first elements, as a tuple of DIM / HALF parts [ROWS, HALF]."""
+    half = tl.arange(0, HALF)[None, :]
+    parts = (tl.load(at + half * column, mask=mask, other=0.0),)
+    for i in tl.static_range(1, DIM // HALF):
+        parts = parts + (tl.load(at + (i * HALF + half) * column, mask=mask, other=0.0),)  # noqa: RUF005
+    return parts
+
+
+@triton.jit
+def _turned(parts, token, real, gain, turn, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Parts of heads, normalised and rotated, in fp32. gain: weight and its stride. turn: see :func:`_heads`."""
+    positions, position, cos_sin, table, eps, offset = turn
+    half = tl.arange(0, HALF)[None, :]
     # an absent head's angles are those of position 0
-    cos = tl.load(angles + half[None, :] * angle).to(tl.float32)
-    sin = tl.load(angles + (HALF + half)[None, :] * angle).to(tl.float32)
-    square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-    rest = first
-    if REST > 0:
-        other = tl.arange(0, REST)
-        rest = tl.load(at + (2 * HALF + other)[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
-        square += tl.sum(rest * rest, 1)
-    scale = tl.div_rn(1.0, tl.sqrt_rn(square / DIM + eps))[:, None]
-    first = first * scale * (offset + tl.load(weight + half).to(tl.float32))[None, :]
-    second = second * scale * (offset + tl.load(weight + HALF + half).to(tl.float32))[None, :]
-    if REST > 0:
-        rest = rest * scale * (offset + tl.load(weight + 2 * HALF + other).to(tl.float32))[None, :]
-    return first * cos - second * sin, second * cos + first * sin, rest
+    angles = cos_sin + tl.load(positions + token * position, mask=real, other=0).to(tl.int64) * table[0]
+    cos = tl.load(angles + half * table[1]).to(tl.float32)
+    sin = tl.load(angles + (HALF + half) * table[1]).to(tl.float32)
+    square = parts[0].to(tl.float32) * parts[0].to(tl.float32)
+    for i in tl.static_range(1, DIM // HALF):
+        square += parts[i].to(tl.float32) * parts[i].to(tl.float32)
+    scale = tl.rsqrt(tl.sum(square, 1)[:, None] / DIM + eps)
+    first = parts[0].to(tl.float32) * scale * (offset + tl.load(gain[0] + half * gain[1]).to(tl.float32))
+    second = parts[1].to(tl.float32) * scale * (offset + tl.load(gain[0] + (HALF + half) * gain[1]).to(tl.float32))
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    for i in tl.static_range(2, DIM // HALF):
+        factor = offset + tl.load(gain[0] + (i * HALF + half) * gain[1]).to(tl.float32)
+        turned = turned + (parts[i].to(tl.float32) * scale * factor,)  # noqa: RUF005
+    return turned
+
+
+@triton.jit
+def _query(
+    program, tokens, at, row, gain, turn, out, strides,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Heads from column ``at`` of the rows on, to ``out``."""
+    token, head, real = _items(program, tokens, HEADS, ROWS)
+    parts = _read(at + token * row[0] + head * DIM * row[1], row[1], real, DIM, HALF)
+    turned = _turned(parts, token, real, gain, turn, DIM, HALF)
+    to = out + token * strides[0] + head * strides[1]
+    for i in tl.static_range(DIM // HALF):
+        column = (i * HALF + tl.arange(0, HALF)[None, :]) * strides[2]
+        tl.store(to + column, turned[i].to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _kept(
+    program, tokens, at, row, slots, HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr
+):
+    """Heads from column ``at`` of the rows on, and where they go; slot -1: nowhere. slots: pointer and stride."""
+    token, head, real = _items(program, tokens, HEADS, ROWS)
+    slot = tl.load(slots[0] + token * slots[1], mask=real, other=-1).to(tl.int64)
+    parts = _read(at + token * row[0] + head * DIM * row[1], row[1], real, DIM, HALF)
+    return parts, token, real, head, slot
+
+
+@triton.jit
+def _key(
+    program, tokens, at, row, gain, turn, slots, cache, part, scale,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    parts, token, real, head, slot = _kept(program, tokens, at, row, slots, HEADS, ROWS, DIM, HALF)
+    turned = _turned(parts, token, real, gain, turn, DIM, HALF)
+    for i in tl.static_range(DIM // HALF):
+        _encode.put(turned[i], slot >= 0, cache, part, slot, head, scale, i * HALF, DIM, PAGE, FORMAT, False)
+
+
+@triton.jit
+def _value(
+    program, tokens, at, row, slots, cache, part, scale,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    parts, _, _, head, slot = _kept(program, tokens, at, row, slots, HEADS, ROWS, DIM, HALF)
+    for i in tl.static_range(DIM // HALF):
+        _encode.put(parts[i], slot >= 0, cache, part, slot, head, scale, i * HALF, DIM, PAGE, FORMAT, True)
 
 
 @triton.jit
 def _heads(
-    qkv,
-    q_weight,
-    k_weight,
-    index_q_weight,
-    index_k_weight,
-    positions,
-    cos_sin,
-    k_cache,
-    v_cache,
-    index_cache,
-    slots,
-    index_slots,
-    q_out,
-    index_q_out,
-    tokens,
-    q_end,
-    k_end,
-    v_end,
-    index_q_end,
-    row_token,
-    row_column,
-    table_row,
-    table_column,
-    k_page,
-    k_head,
-    k_slot,
-    k_dim,
-    v_page,
-    v_head,
-    v_slot,
-    v_dim,
-    i_page,
-    i_slot,
-    i_dim,
-    q_token,
-    q_head,
-    q_dim,
-    iq_token,
-    iq_head,
-    iq_dim,
-    eps,
-    offset,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    INDEX_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    INDEX_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    PAGE: tl.constexpr,
-    INDEX_PAGE: tl.constexpr,
-):
-    REST: tl.constexpr = DIM - 2 * HALF
-    INDEX_REST: tl.constexpr = INDEX_DIM - 2 * HALF
+    qkv, q_weight, k_weight, index_q_weight, index_k_weight, positions, cos_sin,
+    kv, keys, values, k_scale, v_scale, index_cache, index_keys, slots, index_slots, q_out, index_q_out,
+    tokens, ends, row, table, q_strides, index_q_strides, strides, eps, offset,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr,
+    DIM: tl.constexpr, INDEX_DIM: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, FORMAT: tl.constexpr, INDEX_PAGE: tl.constexpr, INDEX_FORMAT: tl.constexpr,
+):  # fmt: skip
+    """ends: of the programs for k, v, index_q and index_k; q's follow: what few programs do slowly comes first."""
     program = tl.program_id(0)
-    r = tl.arange(0, ROWS)[:, None]
-    if program < q_end:
-        item = program.to(tl.int64) * ROWS + r
-        token, head = item // Q_HEADS, item % Q_HEADS
-        real = token < tokens
-        turning = token
-        if Q_HEADS % ROWS == 0:  # all heads are one token's, and share its angles
-            turning = program.to(tl.int64) * ROWS // Q_HEADS + tl.zeros((1, 1), tl.int64)
-        angles = cos_sin + tl.load(positions + turning, mask=turning < tokens, other=0).to(tl.int64) * table_row
-        at = qkv + token * row_token + head * DIM * row_column
-        a, b, c = _turned(at, row_column, q_weight, angles, table_column, eps, offset, real, DIM, HALF, REST)
-        _store(q_out + token * q_token + head * q_head, q_dim, a, b, c, real, HALF, REST)
-    elif program < v_end:
-        item = tl.where(program < k_end, program - q_end, program - k_end).to(tl.int64) * ROWS + r
-        token, head = item // KV_HEADS, item % KV_HEADS
-        real = token < tokens
-        slot = tl.load(slots + token, mask=real, other=-1).to(tl.int64)
-        kept = real & (slot >= 0)
-        page, place = slot // PAGE, slot % PAGE
-        if program < k_end:
-            angles = cos_sin + tl.load(positions + token, mask=real, other=0).to(tl.int64) * table_row
-            at = qkv + token * row_token + (Q_HEADS + head) * DIM * row_column
-            a, b, c = _turned(at, row_column, k_weight, angles, table_column, eps, offset, kept, DIM, HALF, REST)
-            _store(k_cache + page * k_page + head * k_head + place * k_slot, k_dim, a, b, c, kept, HALF, REST)
-        else:
-            dim = tl.arange(0, DIM)[None, :]
-            value_at = qkv + token * row_token + ((Q_HEADS + KV_HEADS + head) * DIM + dim) * row_column
-            value_to = v_cache + page * v_page + head * v_head + place * v_slot + dim * v_dim
-            tl.store(value_to, tl.load(value_at, mask=kept, other=0.0).to(v_cache.dtype.element_ty), mask=kept)
+    turn = (positions, strides[0], cos_sin, table, eps, offset)
+    to, index_to = (slots, strides[1]), (index_slots, strides[2])
+    k = qkv + Q_HEADS * DIM * row[1]
+    v = k + KV_HEADS * DIM * row[1]
+    index_q = v + KV_HEADS * DIM * row[1]
+    if program < ends[0]:
+        gain = (k_weight, strides[4])
+        _key(program, tokens, k, row, gain, turn, to, kv, keys, k_scale, KV_HEADS, FEW, DIM, HALF, PAGE, FORMAT)
+    elif program < ends[1]:
+        program -= ends[0]
+        _value(program, tokens, v, row, to, kv, values, v_scale, KV_HEADS, FEW, DIM, HALF, PAGE, FORMAT)
+    elif program >= ends[3]:
+        gain = (q_weight, strides[3])
+        program -= ends[3]
+        _query(program, tokens, qkv, row, gain, turn, q_out, q_strides, Q_HEADS, ROWS, DIM, HALF)
     elif INDEX_HEADS > 0:
-        row = qkv + (Q_HEADS + 2 * KV_HEADS) * DIM * row_column
-        if program < index_q_end:
-            item = (program - v_end).to(tl.int64) * ROWS + r
-            token, head = item // INDEX_HEADS, item % INDEX_HEADS
-            real = token < tokens
-            angles = cos_sin + tl.load(positions + token, mask=real, other=0).to(tl.int64) * table_row
-            at = row + token * row_token + head * INDEX_DIM * row_column
-            a, b, c = _turned(
-                at, row_column, index_q_weight, angles, table_column, eps, offset, real, INDEX_DIM, HALF, INDEX_REST
-            )
-            _store(index_q_out + token * iq_token + head * iq_head, iq_dim, a, b, c, real, HALF, INDEX_REST)
+        if program < ends[2]:
+            gain = (index_q_weight, strides[5])
+            program -= ends[1]
+            _query(
+                program, tokens, index_q, row, gain, turn, index_q_out, index_q_strides, INDEX_HEADS, FEW, INDEX_DIM,
+                HALF,
+            )  # fmt: skip
         else:
-            token = (program - index_q_end).to(tl.int64) * ROWS + r
-            real = token < tokens
-            slot = tl.load(index_slots + token, mask=real, other=-1).to(tl.int64)
-            kept = real & (slot >= 0)
-            angles = cos_sin + tl.load(positions + token, mask=real, other=0).to(tl.int64) * table_row
-            at = row + token * row_token + INDEX_HEADS * INDEX_DIM * row_column
-            a, b, c = _turned(
-                at, row_column, index_k_weight, angles, table_column, eps, offset, kept, INDEX_DIM, HALF, INDEX_REST
-            )
-            to = index_cache + slot // INDEX_PAGE * i_page + slot % INDEX_PAGE * i_slot
-            _store(to, i_dim, a, b, c, kept, HALF, INDEX_REST)
+            gain = (index_k_weight, strides[6])
+            index_k = index_q + INDEX_HEADS * INDEX_DIM * row[1]
+            _key(
+                program - ends[2], tokens, index_k, row, gain, turn, index_to, index_cache, index_keys, None,
+                1, FEW, INDEX_DIM, HALF, INDEX_PAGE, INDEX_FORMAT,
+            )  # fmt: skip

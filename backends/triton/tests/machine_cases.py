@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from m3hal.layouts import KVLayout
+from m3hal.layouts import KVLayout, PagedCache, page_map
 from m3hal.ops import QKNorms, SeqMeta
 from m3hal.shape import MINIMAX_M3, ModelShape, Site
 
@@ -59,17 +59,30 @@ def _indexer(operator: str, dtype: str, requests: int, q_len: int, seq_len: int 
     kernel.run(index_q, cache, plan, **extra)
 
 
-def _insert(dtype: str) -> None:
+def _insert(dtype: str, kv_format: str = "", index_format: str = "") -> None:
     from m3hal_triton.qk_norm_rope_insert import qk_norm_rope_insert
 
     where, kind, tokens = site("sparse_attention", dtype), getattr(torch, dtype), 64
     width = (where.num_q_heads + 2 * where.num_kv_heads + where.num_index_heads + 1) * 128
-    kv = KVLayout("hnd", dtype, 128, where.num_kv_heads, 128, True).empty(4)
-    keys = KVLayout("hnd", dtype, 128, 1, 128, False).empty(4)
+    kv, keys = _cache(kv_format or dtype, where.num_kv_heads, True), _cache(index_format or dtype, 1, False)
     norms = QKNorms(*(torch.empty(128, dtype=kind) for _ in range(4)))
     numbers = torch.zeros(tokens, dtype=torch.int64)
     row = torch.empty(tokens, width, dtype=kind)
     qk_norm_rope_insert(where)(row, norms, numbers, torch.empty(4096, 64), kv, keys, numbers, numbers)
+
+
+def _cache(format: str, heads: int, values: bool) -> PagedCache:
+    layout = KVLayout(page_map(format, "msa_slot"), format, 128, heads, 128, values)
+    scales = [torch.ones(()), torch.ones(())] if values and format in ("fp8_e4m3", "nvfp4") else []
+    return PagedCache(layout.empty(4).buf, layout, *scales)
+
+
+def _write(format: str, heads: int = 4, values: bool = True) -> None:
+    from m3hal_triton.kv_write import kv_write
+
+    where = site("sparse_attention", "bfloat16")
+    x = torch.empty(8, heads, 128, dtype=torch.bfloat16)
+    kv_write(where)(_cache(format, heads, values), x, x if values else None, torch.zeros(8, dtype=torch.int64))
 
 
 def _dense(dtype: str, requests: int, q_len: int) -> None:
@@ -108,6 +121,13 @@ CASES: dict[str, Callable[[], None]] = {
     "sparse decode 1 fp32": partial(_sparse, "float32", 1, 1),
     "insert bf16": partial(_insert, "bfloat16"),
     "insert fp32": partial(_insert, "float32"),
+    "insert fp8": partial(_insert, "bfloat16", "fp8_e4m3", "fp8_e4m3"),
+    "insert nvfp4": partial(_insert, "bfloat16", "nvfp4", "nvfp4"),
+    "insert mxfp4 index": partial(_insert, "bfloat16", "nvfp4", "mxfp4"),
+    "write bf16": partial(_write, "bfloat16"),
+    "write fp8": partial(_write, "fp8_e4m3"),
+    "write nvfp4": partial(_write, "nvfp4"),
+    "write mxfp4 index": partial(_write, "mxfp4", 1, False),
     "dense decode bf16": partial(_dense, "bfloat16", 8, 1),
     "dense prefill bf16": partial(_dense, "bfloat16", 1, 512),
     "dense prefill fp32": partial(_dense, "float32", 1, 512),

@@ -59,16 +59,23 @@ def source(
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     values = dict(zip(function.arg_names, args, strict=False)) | kwargs
     signature, constants, attributes = {}, {}, {}
+
+    def specialise(path: tuple[int, ...], kind: Any, key: Any, value: Any) -> None:
+        if isinstance(kind, tuple):
+            for index, inner in enumerate(zip(kind, key, value, strict=True)):
+                specialise((*path, index), *inner)
+        elif kind == "constexpr":
+            constants[path] = value
+        elif key and "D" in key:
+            attributes[path] = [["tt.divisibility", 16]]
+
     for index, parameter in enumerate(function.params):
         value = values[parameter.name]
         kind, key = "constexpr", value
         if not parameter.is_constexpr:
             kind, key = jit.native_specialize_impl(_Backend, value, False, True, True)
         signature[parameter.name] = kind
-        if kind == "constexpr":
-            constants[(index,)] = value
-        elif key and "D" in key:
-            attributes[(index,)] = [["tt.divisibility", 16]]
+        specialise((index,), kind, key, value)
     return ASTSource(function, signature, constants, attributes), options
 
 

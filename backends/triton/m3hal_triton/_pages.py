@@ -1,0 +1,70 @@
+"""Where a cache's codes and scales lie, as numbers that a kernel takes: every page map is a set of strides."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from m3hal.formats import PLAIN_FORMATS
+from m3hal.layouts import KVLayout, PagedCache
+
+
+class Part(NamedTuple):
+    """The keys, or the values, of a cache. All in elements of :func:`memory`, so bytes unless the format is plain.
+
+    Code i of a token is at ``codes + page * page_stride + head * head + offset * token + i * column``. Block scale g is
+    at ``scales + page * page_stride + head * scale_head + offset // 4 * 4 * groups`` plus ``offset % 4 * groups + g``
+    for keys, and ``g * 4 + offset % 4`` for values.
+    """
+
+    codes: int
+    page: int
+    head: int
+    token: int
+    column: int
+    scales: int = 0
+    scale_head: int = 0
+
+
+def memory(cache: PagedCache) -> torch.Tensor:
+    """The buffer as kernels see it: a plain format's numbers, or uint8 whatever the bytes are labelled."""
+    plain = cache.layout.format in PLAIN_FORMATS
+    return cache.buf if plain or cache.buf.dtype == torch.uint8 else cache.buf.view(torch.uint8)
+
+
+def keys(cache: PagedCache) -> Part:
+    """Of the cache's keys. Raises ValueError for a page map that the buffer's strides don't allow."""
+    return _parts(cache.layout, cache.buf.stride())[0]
+
+
+def values(cache: PagedCache) -> Part:
+    """Of the cache's values; of the keys where it holds no values, as a stand-in that nothing reads."""
+    return _parts(cache.layout, cache.buf.stride())[-1]
+
+
+@cache
+def _parts(layout: KVLayout, strides: tuple[int, ...]) -> tuple[Part, ...]:
+    if layout.kind in ("hnd", "nhd"):
+        page, first, second, column = strides
+        head, token = (first, second) if layout.kind == "hnd" else (second, first)
+        return tuple(Part(i * layout.dim * column, page, head, token, column) for i in range(layout.parts))
+    token, groups = layout.spec.data_bytes(layout.dim), layout.spec.scale_bytes(layout.dim)
+    codes, scales = layout.page_size * token, layout.page_size * groups
+    if layout.kind == "planar":
+        _dense(layout, strides[1:], (1,))
+        starts = [i * layout.heads * (codes + scales) for i in range(layout.parts)]
+        return tuple(Part(start, strides[0], codes, token, 1, start + layout.heads * codes, scales) for start in starts)
+    page, slot = strides[:2]
+    _dense(layout, strides[2:], (token + groups, 1))
+    head = layout.parts * slot
+    return tuple(Part(i * slot, page, head, token, 1, i * slot + codes, head) for i in range(layout.parts))
+
+
+def _dense(layout: KVLayout, strides: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if strides != wanted:
+        raise ValueError(
+            f"a slot of msa_slot and a page of planar are contiguous; this {layout.kind} buffer has strides "
+            f"{strides} inside where {wanted} are needed"
+        )
