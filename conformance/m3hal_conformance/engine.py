@@ -34,7 +34,7 @@ def compiled(trial: Trial) -> None:
     As in vLLM's layers: ``torch.compile`` looks inside the operators that compiled code meets, where they say that they
     are traceable; anything else is one opaque torch operator, whose outputs it knows from the definition's fake.
     """
-    from m3hal.vllm.operators import TRACED
+    from m3hal.vllm.opaque import TRACED  # needs no vLLM
 
     plain = _arguments(trial, trial.inputs)
     wanted = _outputs(plain, _layer(plain.run))

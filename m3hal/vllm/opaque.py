@@ -15,6 +15,9 @@ from m3hal import ops
 if TYPE_CHECKING:
     from m3hal.dispatch import Bound
 
+#: The operators that compiled code meets as they are; the others run inside m3hal's own opaque operators.
+TRACED = ("rms_norm", "add_rms_norm", "swiglu_oai")
+
 _LIBRARY = torch.library.Library("m3hal", "FRAGMENT")
 _CALLS = itertools.count()
 

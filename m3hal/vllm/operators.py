@@ -22,8 +22,6 @@ CALLED: dict[SiteKind, tuple[str, ...]] = {
     "dense_mlp": ("rms_norm", "add_rms_norm", "swiglu_oai"),
     "moe": ("rms_norm", "add_rms_norm", "route_topk", "moe_experts", "swiglu_oai"),
 }
-#: Those that ``torch.compile`` meets; the others run inside m3hal's own opaque operators.
-TRACED = ("rms_norm", "add_rms_norm", "swiglu_oai")
 
 
 class SiteOperators:
@@ -50,7 +48,7 @@ class SiteOperators:
     def _callable(self, bound: Bound) -> Callable[..., Any]:
         run = bound.run if bound.unwatched is None else _while_serving(bound.run, bound.unwatched)
         run = partial(run, workspace=self._workspace) if bound.workspace_bytes else run
-        return run if bound.traceable or bound.operator not in TRACED else opaque.call(bound, run)
+        return run if bound.traceable or bound.operator not in opaque.TRACED else opaque.call(bound, run)
 
 
 def _while_serving(watched: Callable[..., Any], unwatched: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import torch
 
 from m3hal import MINIMAX_M3, ModelShape, Policy, ops, plan
 from m3hal.vllm import opaque
-from m3hal.vllm.operators import TRACED
+from m3hal.vllm.opaque import TRACED
 
 
 @pytest.mark.parametrize("name", TRACED)
