@@ -41,6 +41,7 @@ def conform(options: argparse.Namespace) -> int:
     results = runner.run(cases, reports.Progress(len(cases)))
     coverage, extra = cover(runner, cases, results)
     if not options.op and not options.case:
+        extra += runner.nameless()
         with torch_threads(1):
             extra += [check_layer(runner, dtype) for dtype in DTYPES]
     everything = apply_waivers([*results, *extra], waivers, datetime.date.today())

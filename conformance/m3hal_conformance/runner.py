@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m3hal import ops
 from m3hal.dispatch import Bound, Impl, M3halError, Plan, Policy, plan
 from m3hal.ops import SeqMeta
 from m3hal.shape import Site
 from m3hal_conformance.buckets import misfit, sizes
-from m3hal_conformance.case import MAX_TOKENS, Case, shape_of
+from m3hal_conformance.case import MAX_TOKENS, Case, make_site, shape_of
 from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.harness import torch_threads
 from m3hal_conformance.results import CheckResult, Result
@@ -150,12 +151,27 @@ class Runner:
             raise Faulty("manifest", "; ".join(faults))
         if not choice.is_served:
             reasons = [str(verdict.reason) for verdict in choice.verdicts if not verdict.accepted]
-            raise Unsupported("; ".join(dict.fromkeys(reasons)) or f"{self.backend} does not implement {operator}")
+            raise Unsupported("; ".join(dict.fromkeys(reasons)) or self._absent(made, operator))
         try:
             bound = made.bind(operator, site.kind)
         except M3halError as error:  # what a factory raises or returns, as a sentence
             raise Faulty("bind", " ".join(str(error).split())) from error
         return Offer(bound, choice.chosen.impl if choice.chosen else None)
+
+    def _absent(self, made: Plan, operator: str) -> str:
+        """Why no implementation was there to be refused."""
+        manifests = [found.manifest for found in made.backends if found.manifest and found.is_usable]
+        told = [getattr(manifest, "withheld", {}).get(operator) for manifest in manifests]
+        return "; ".join(filter(None, told)) or f"{self.backend} does not implement {operator}"
+
+    def nameless(self) -> list[Result]:
+        """A failure for each entry of the manifest whose name is no operator's, nor a near miss of one."""
+        made = self.plan(ops.NAMES[0], make_site("moe", "float32"))
+        strays = [verdict for verdict in made.faults if verdict.operator not in ops.NAMES]
+        return [
+            Result(f"{v.operator}/manifest", v.operator, "", "fail", (CheckResult("manifest", False, None, v.reason),))
+            for v in strays
+        ]
 
     def identity(self, case: Case) -> str:
         """The impl_id of what would run a case, computed from the installed files; nothing is bound for a plain one."""

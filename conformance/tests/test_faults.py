@@ -36,8 +36,8 @@ def faulty(monkeypatch):
     module = SimpleNamespace(raises=raises, no_callable=no_callable, right=right, __spec__=None)
     monkeypatch.setitem(sys.modules, "m3hal_faulty", module)
 
-    def made(entry):
-        register(Manifest("faulty", "m3hal tests", ">=1,<2", ("cpu",), {"rms_norm": entry}))
+    def made(entry, name="rms_norm"):
+        register(Manifest("faulty", "m3hal tests", ">=1,<2", ("cpu",), {name: entry}))
 
     yield made
     unregister("faulty")
@@ -66,6 +66,25 @@ def test_fault_fails_the_run(faulty, capsys, entry, check, sentence):
     assert f"FAIL {CASE}/float32\n  {check}: " in printed
     assert printed.count(sentence) == 2
     assert "1 check failed" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "sentence"),
+    [
+        ("rms_nrom", f"FAIL {CASE}/float32", "'rms_nrom' is no operator of this m3hal. Did you mean 'rms_norm'?"),
+        ("warp", "FAIL warp/manifest", "'warp' is no operator of this m3hal. Known: add_rms_norm, "),
+    ],
+)
+def test_a_misspelt_operator_is_refused_by_name(faulty, capsys, monkeypatch, name, case, sentence):
+    """It fails the cases of the operator that was meant, or one of its own; `m3hal backends` names it too."""
+    monkeypatch.setattr("m3hal_conformance.command._cases", lambda options: select(ids=[CASE]))
+    faulty((impl("right"),), name)
+    assert main(["conform", "--backend", "faulty", "--device", "cpu"]) == 1
+    printed = capsys.readouterr().out
+    assert case in printed
+    assert sentence in printed
+    main(["backends", "--device", "cpu"])
+    assert sentence in capsys.readouterr().out
 
 
 def test_fault_of_one_operator_leaves_the_others(faulty):

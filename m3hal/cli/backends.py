@@ -11,6 +11,7 @@ from typing import Any
 from m3hal import ops
 from m3hal.cli.output import emit
 from m3hal.dispatch import devices
+from m3hal.dispatch.check import unknown_operators
 from m3hal.dispatch.discovery import Found, discover
 from m3hal.dispatch.screen import screen_backend
 from m3hal.dispatch.table import table
@@ -49,6 +50,7 @@ def _row(found: Found, asked: list[str]) -> dict[str, Any]:
     manifest = found.manifest
     served = len([name for name in manifest.operators if name in ops.NAMES]) if manifest else 0
     summary = f"usable on {', '.join(usable)}" if usable else f"rejected at {last.stage}: {last.reason}" if last else ""
+    faults = [problem for _, problem in unknown_operators(manifest)] if manifest else []
     return {
         "name": found.name,
         "distribution": found.distribution,
@@ -60,5 +62,6 @@ def _row(found: Found, asked: list[str]) -> dict[str, Any]:
         "operators": served,
         "usable_on": usable,
         "verdicts": verdicts,
-        "summary": summary,
+        "faults": faults,
+        "summary": "; ".join([summary, *faults]),
     }

@@ -29,10 +29,15 @@ class UnsupportedError(M3halError):
     """What was asked for is installed, but nothing of it can run on the device."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` is a near miss of."""
+    return next(iter(difflib.get_close_matches(name, sorted(set(known)), n=1, cutoff=0.6)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for a near miss, else the list of what is known; to end a sentence about ``name``."""
     names = sorted(set(known))
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    near = nearest(name, names)
     if near:
-        return f" Did you mean {near[0]!r}?"
+        return f" Did you mean {near!r}?"
     return f" Known: {', '.join(names)}." if names else " None is known."

@@ -14,6 +14,7 @@ from m3hal import ops
 from m3hal.dispatch import devices, symbols, versions
 from m3hal.dispatch.check import gap_in_ladder, problem_of_impl, unknown_operators
 from m3hal.dispatch.discovery import REFERENCE, Found
+from m3hal.dispatch.errors import nearest
 from m3hal.dispatch.identity import MissingFileError, impl_id
 from m3hal.dispatch.libraries import libraries
 from m3hal.dispatch.manifest import API_VERSION, Impl
@@ -109,12 +110,13 @@ def candidates(
 ) -> tuple[list[Candidate], list[Verdict]]:
     """The well-formed implementations of a usable backend, and verdicts on what its manifest got wrong.
 
-    A fault costs only the implementation that has it.
+    A fault costs only the implementation that has it. What bears a name that is no operator's counts as a fault of the
+    operator that it is a near miss of, so that this one isn't called absent.
     """
     assert found.manifest is not None
     good: list[Candidate] = []
     bad = [
-        Verdict("manifest", False, problem, found.name, found.distribution, name)
+        Verdict("manifest", False, problem, found.name, found.distribution, nearest(name, ops.NAMES) or name)
         for name, problem in unknown_operators(found.manifest)
     ]
     for name, operator in operators.items():

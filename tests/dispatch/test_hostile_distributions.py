@@ -251,7 +251,7 @@ def test_lies_cost_the_implementation_that_tells_them(environment: Any) -> None:
     served, faults = got
     assert served["rms_norm"] == "acme"
     assert set(served.values()) == {"acme", "reference", "composed", "engine: vllm"}
-    assert "Did you mean 'rms_norm'" in faults["rmsnorm"]
+    assert "Did you mean 'rms_norm'" in faults["rms_norm"]
     assert "Did you mean 'topk_key_bits'" in faults["topk_blocks"]
     assert "the vocabulary is 32, 29, 16" in faults["merge_topk"]
     assert "no attribute of a Site" in faults["route_topk"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -151,6 +152,16 @@ def test_faulty_entry_is_not_called_absent(toy: Any, make: Callable[..., Any]) -
     assert reason.startswith("acme: its manifest is at fault:")
     assert "dtpye" in reason
     assert made.choice("swiglu_oai", "moe").reason == "acme has none"
+
+
+def test_misspelt_operator_is_not_called_absent(toy: Any, make: Callable[..., Any]) -> None:
+    """The operator that was meant says what its entry is called, in the plan and in the refusal."""
+    module = toy("acme", rms_norm=kernel)
+    toy("acme", operators={"rms_nrom": (Impl(f"{module.__name__}:rms_norm"),)})
+    sentence = "'rms_nrom' is no operator of this m3hal. Did you mean 'rms_norm'?"
+    assert sentence in make({"backend": "acme,reference"}).choice("rms_norm", "moe").reason
+    with pytest.raises(M3halError, match=re.escape(sentence)):
+        make({"backend": "acme"})
 
 
 def test_limit_that_raises_is_a_verdict(toy: Any, make: Callable[..., Any]) -> None:
