@@ -50,12 +50,12 @@ def load(checkpoint: str | Path, dtype: str = "float32") -> Any:
     return model.eval()
 
 
-def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> Completion:
-    """Decodes with transformers' own cache."""
+def greedy(model: Any, prompt: Sequence[int], max_tokens: int, cache: Any = None) -> Completion:
+    """Decodes with transformers' own cache, or with an empty one of the caller's."""
     tokens: list[int] = []
     logprobs: list[float] = []
     margins: list[float] = []
-    step, cache = torch.tensor([list(prompt)]), None
+    step = torch.tensor([list(prompt)])
     with torch.no_grad():
         while True:
             out = model(input_ids=step, past_key_values=cache, use_cache=True)

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 
-from m3hal.layouts import KVLayout
+from m3hal.layouts import KVLayout, page_map
 from m3hal.ops import QKNorms
 from m3hal.shape import Site
 from m3hal.vllm import opaque
@@ -53,14 +53,16 @@ class M3Attention(nn.Module):
         self.insert = operators.run("qk_norm_rope_insert", prefix)
 
         reader = "sparse_attention" if self.is_sparse else "paged_attention"
-        pages = KVLayout("hnd", site.kv_format, site.page_size, site.num_kv_heads, site.head_dim, has_values=True)
+        kind = page_map(site.kv_format, operators.layout)
+        pages = KVLayout(kind, site.kv_format, site.page_size, site.num_kv_heads, site.head_dim, has_values=True)
         self.kv = CacheLayer(f"{prefix}.attn", pages, operators.bound[reader], vllm_config)
         self.attend = operators.run(reader, prefix)
 
         if self.is_sparse:
             self.index_q_norm, self.index_k_norm = HeadNorm(site.index_dim), HeadNorm(site.index_dim)
             self.norms = replace(self.norms, index_q=self.index_q_norm.weight, index_k=self.index_k_norm.weight)
-            index_pages = KVLayout("hnd", site.index_format, site.page_size, 1, site.index_dim, has_values=False)
+            kind = page_map(site.index_format, operators.layout)
+            index_pages = KVLayout(kind, site.index_format, site.page_size, 1, site.index_dim, has_values=False)
             self.index = CacheLayer(
                 f"{prefix}.attn.index_cache", index_pages, operators.bound["select_blocks"], vllm_config
             )

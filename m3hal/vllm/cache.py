@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, MLAAttentionSpec, SparseCacheRole
 
-from m3hal.formats import plain_dtype
+from m3hal.formats import PLAIN_FORMATS
 from m3hal.layouts import KVLayout, PagedCache
 from m3hal.vllm.metadata import BatchBuilder
 
@@ -39,7 +39,7 @@ class M3HalCacheBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        return (KVCacheLayout.LBHNC,)  # pages of [heads, tokens, width]: m3hal's hnd
+        return (KVCacheLayout.LBHNC,)  # a page is contiguous, and of [heads, tokens, width]: m3hal's hnd
 
 
 class CacheLayer(nn.Module, AttentionLayerBase):
@@ -48,7 +48,7 @@ class CacheLayer(nn.Module, AttentionLayerBase):
     layout: of a page. With values it is an ordinary KV cache; without, the indexer's keys. All caches of the model land
     in one group of vLLM's allocator and share a block table, so prefix caching covers them alike.
     reader: the operator that reads it; its ``plan_batch`` runs when vLLM builds this cache's metadata.
-    cache: the pages, once vLLM has allocated them.
+    cache: the pages, once vLLM has allocated them. k_scale, v_scale: parameters of a quantised cache with values.
     """
 
     def __init__(self, name: str, layout: KVLayout, reader: Bound, vllm_config: Any) -> None:
@@ -56,26 +56,37 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         self.name, self.layout, self.reader = name, layout, reader
         self.kv_cache = torch.tensor([])
         self.cache: PagedCache | None = None
+        self.has_scales = layout.has_values and layout.format not in PLAIN_FORMATS
+        if self.has_scales:  # 1 unless the checkpoint says otherwise; dequantisation multipliers
+            self.k_scale = nn.Parameter(torch.ones((), dtype=torch.float32), requires_grad=False)
+            self.v_scale = nn.Parameter(torch.ones((), dtype=torch.float32), requires_grad=False)
         known = vllm_config.compilation_config.static_forward_context
         if name in known:
             raise ValueError(f"vLLM already knows a layer named {name}")
         known[name] = self
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """kv_cache: [pages, heads, page_size, width], any strides; keys first in the last axis, then values."""
+        """kv_cache: [pages, slots, page_size, bytes or elements of a slot's token]; pages may lie apart."""
         self.kv_cache = kv_cache
-        self.cache = PagedCache(kv_cache, self.layout)
+        scales = (self.k_scale, self.v_scale) if self.has_scales else (None, None)
+        pages = kv_cache.view(len(kv_cache), -1) if self.layout.kind == "planar" else kv_cache
+        self.cache = PagedCache(pages, self.layout, *scales)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return M3HalCacheBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        layout, slots = self.layout, self.layout.heads
+        if layout.kind != "hnd":  # pages of bytes: a slot for each head's keys, and one for its values
+            slots *= layout.parts
         common = {
-            "block_size": self.layout.page_size,
-            "num_kv_heads": self.layout.heads,
-            "head_size": self.layout.dim,
-            "dtype": plain_dtype(self.layout.format),
+            "block_size": layout.page_size,
+            "num_kv_heads": layout.heads,
+            "head_size": layout.dim,
+            "dtype": layout.dtype,
+            "num_head_slots": slots,
+            "state_content_bytes": layout.bytes_per_token() // slots,
         }
-        if self.layout.has_values:
-            return FullAttentionSpec(**common, head_size_v=self.layout.dim)
+        if layout.has_values:
+            return FullAttentionSpec(**common, head_size_v=layout.dim)
         return MLAAttentionSpec(**common, cache_role=SparseCacheRole.INDEXER)

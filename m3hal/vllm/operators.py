@@ -29,6 +29,7 @@ class SiteOperators:
 
     def __init__(self, plan: Plan, kind: SiteKind) -> None:
         self.site: Site = plan.site(kind)
+        self.layout = plan.layouts.get(kind, "")  # the page map of the site's caches, where their formats have it
         self._plan = plan
         self.bound: dict[str, Bound] = {name: plan.bind(name, kind) for name in CALLED[kind]}
         size = max(bound.workspace_bytes for bound in self.bound.values())

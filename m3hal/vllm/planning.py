@@ -9,7 +9,10 @@ from typing import Any
 from m3hal.dispatch import VLLM_HOLDS, M3halError, Plan, Policy, devices, plan
 from m3hal.shape import ModelShape
 from m3hal.vllm.quantization import expert_format
-from m3hal.vllm.support import dtype_name, kv_format
+from m3hal.vllm.support import dtype_name, index_format, kv_format
+
+#: page maps that lie in the memory that vLLM's layout LBHNC gives a cache, preferred first
+LAYOUTS = ("hnd", "msa_slot", "planar")
 
 
 def policy_of(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> Policy:
@@ -26,7 +29,7 @@ def make_plan(vllm_config: Any, policy: Policy) -> Plan:
     In a worker the policy carries the fingerprint that the front end wrote into ``additional_config``; a different
     plan here raises M3halError naming both.
     """
-    return plan(shape_of(vllm_config), device_of(), policy, engine=VLLM_HOLDS, cache_layouts=("hnd",))
+    return plan(shape_of(vllm_config), device_of(), policy, engine=VLLM_HOLDS, cache_layouts=LAYOUTS)
 
 
 def shape_of(vllm_config: Any) -> ModelShape:
@@ -37,7 +40,7 @@ def shape_of(vllm_config: Any) -> ModelShape:
         vars(text),
         dtype=dtype_name(model.dtype),
         kv_format=kv_format(vllm_config),
-        index_format=kv_format(vllm_config),
+        index_format=index_format(vllm_config),
         weight_format=expert_format(model),
         page_size=text.sparse_attention_config["sparse_block_size"],  # one sparse block per page
         max_tokens=scheduler.max_num_batched_tokens,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: of activations and of KV caches
-FORMATS = ("float32", "bfloat16")
+#: what activations are computed in
+DTYPES = ("float32", "bfloat16")
+#: vLLM's name of a cache's format -> m3hal's; ``auto`` is the model's dtype. Of keys and values, and of index keys.
+KV_FORMATS: Mapping[str, str] = {
+    **{name: name for name in DTYPES},
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "nvfp4": "nvfp4",
+}
+INDEX_FORMATS: Mapping[str, str] = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 
 
 def refusals(vllm_config: Any) -> Iterator[str]:
@@ -18,9 +26,26 @@ def refusals(vllm_config: Any) -> Iterator[str]:
 
 
 def kv_format(vllm_config: Any) -> str:
-    """The KV cache's format by m3hal's name; vLLM's ``auto`` means the model's dtype."""
+    """The format of keys and values by m3hal's name. Raises ValueError, one sentence."""
     asked = vllm_config.cache_config.cache_dtype
-    return dtype_name(vllm_config.model_config.dtype) if asked == "auto" else str(asked)
+    return _format(asked, KV_FORMATS, vllm_config, f"KV cache; --kv-cache-dtype {asked}")
+
+
+def index_format(vllm_config: Any) -> str:
+    """The format of index keys by m3hal's name. Raises ValueError, one sentence."""
+    asked = vllm_config.attention_config.indexer_kv_dtype
+    return _format(asked, INDEX_FORMATS, vllm_config, f"index cache; indexer_kv_dtype {asked!r}")
+
+
+def _format(asked: str, known: Mapping[str, str], vllm_config: Any, what: str) -> str:
+    if asked == "auto":
+        return dtype_name(vllm_config.model_config.dtype)
+    if asked not in known:
+        cache, _, option = what.partition("; ")
+        raise ValueError(f"m3hal's {cache} holds {', '.join(known)}; {option} is not supported, use 'auto'.")
+    found = known[asked]
+    on_gaudi = vllm_config.device_config.device_type == "hpu"  # whose E4M3 ends at 240
+    return "fp8_e4m3_240" if found == "fp8_e4m3" and on_gaudi else found
 
 
 def dtype_name(dtype: Any) -> str:
@@ -31,16 +56,19 @@ def dtype_name(dtype: Any) -> str:
 def _cache(vllm_config: Any) -> Iterator[str]:
     cache, model = vllm_config.cache_config, vllm_config.model_config
     block = model.hf_text_config.sparse_attention_config["sparse_block_size"]
-    formats = " or ".join(FORMATS)
     if cache.user_specified_block_size and cache.block_size != block:
         yield (
             f"MiniMax-M3 needs one sparse block per page: --block-size {cache.block_size} differs from the model's "
             f"sparse_block_size {block}; leave --block-size out or set it to {block}."
         )
-    if dtype_name(model.dtype) not in FORMATS:
-        yield f"m3hal computes in {formats}; --dtype is {dtype_name(model.dtype)}."
-    elif kv_format(vllm_config) not in FORMATS:
-        yield f"m3hal's KV cache holds {formats}; --kv-cache-dtype {cache.cache_dtype} is not supported, use 'auto'."
+    if dtype_name(model.dtype) not in DTYPES:
+        yield f"m3hal computes in {' or '.join(DTYPES)}; --dtype is {dtype_name(model.dtype)}."
+        return
+    for format_of in (kv_format, index_format):
+        try:
+            format_of(vllm_config)
+        except ValueError as error:
+            yield str(error)
 
 
 def _features(vllm_config: Any) -> Iterator[str]:

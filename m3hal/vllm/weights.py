@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from m3hal.vllm.moe import M3MoE
+from m3hal.vllm.plugin import logger
 
 #: Not part of the text model: the vision tower, its projectors, the multi-token-prediction module.
 SKIPPED = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
@@ -25,6 +27,10 @@ _FUSED: dict[str, tuple[str, str | int]] = {
     "up_proj": ("gate_up_proj", 1),
 }
 
+#: the global scale of a layer's keys or values, as calibration tools name it
+_CACHE_SCALE = re.compile(r"\.self_attn\.kv\.[kv]_scale$")
+_KV_SCALE = re.compile(r"\.self_attn\.(?:attn\.|[kv]_proj\.)?(?P<part>[kv])_scale$")
+
 
 def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Copies a checkpoint's tensors into the model; returns the parameters that got one, for vLLM to check.
@@ -37,6 +43,12 @@ def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]
     for published, weight in weights:
         name = published.removeprefix("language_model.")
         if name.startswith(SKIPPED) or _SKIPPED_MODULE in f".{name}":
+            continue
+        if scale := _KV_SCALE.search(name):
+            target = f"{name[: scale.start()]}.self_attn.kv.{scale['part']}_scale"
+            if target in parameters:  # a cache in the model's dtype has no use for it
+                parameters[target].data.copy_(_checked_scale(published, weight))
+                loaded.add(target)
             continue
         if ".experts." in name:
             loaded |= _load_expert(model, name, weight)
@@ -53,7 +65,25 @@ def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]
         loader(parameter, weight) if part is None else loader(parameter, weight, part)
         loaded.add(target)
     _check_experts(model, experts)
-    return loaded
+    return loaded | _default_scales(parameters, loaded)
+
+
+def _default_scales(parameters: Mapping[str, nn.Parameter], loaded: set[str]) -> set[str]:
+    """The scales of quantised caches that the checkpoint leaves out; they stay 1, which is said once."""
+    absent = {name for name in parameters if _CACHE_SCALE.search(name)} - loaded
+    if absent:
+        logger.warning(
+            "The checkpoint has no k_scale or v_scale for %d of the quantised caches' scales; they are 1.", len(absent)
+        )
+    return absent
+
+
+def _checked_scale(name: str, scale: torch.Tensor) -> torch.Tensor:
+    """A dequantisation multiplier. Raises ValueError for what can't be one."""
+    value = scale.float().reshape(-1)
+    if len(value) != 1 or not torch.isfinite(value).all() or not (value > 0).all():
+        raise ValueError(f"the checkpoint's tensor {name} must be one positive number; it is {scale.tolist()}")
+    return value[0]
 
 
 def _check_experts(model: nn.Module, loaded: set[str]) -> None:

@@ -28,7 +28,7 @@ def found(engine: Any, checkpoint: Any) -> Any:
         ("unknown key", "'backnd' from the engine's additional_config['m3hal'] is no key of m3hal's configuration."),
         ("not an object", "must be an object such as"),
         ("page size", "--block-size 64 differs from the model's sparse_block_size 128"),
-        ("kv format", "m3hal's KV cache holds float32 or bfloat16; --kv-cache-dtype fp8 is not supported"),
+        ("kv format", "m3hal's KV cache holds float32, bfloat16, fp8, fp8_e4m3, nvfp4; --kv-cache-dtype fp8_e5m2 is not"),
         ("dtype", "m3hal computes in float32 or bfloat16; --dtype is float16"),
         ("pipeline parallelism", "does not support pipeline parallelism"),
         ("expert parallelism", "does not support expert parallelism"),
@@ -124,7 +124,7 @@ def test_weights_land_where_they_belong(found: Any) -> None:
     ("arguments", "sentence"),
     [
         (["--block-size", "64"], "--block-size 64 differs from the model's sparse_block_size 128"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not supported"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2 is not supported"),
     ],
 )
 def test_command_line_ends_with_the_sentence(python: Any, checkpoint: Any, arguments: list[str], sentence: str) -> None:

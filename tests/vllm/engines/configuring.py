@@ -94,7 +94,7 @@ def refused(ask: Asker) -> None:
     ask("unknown key", additional_config={"m3hal": {"backnd": "reference"}})
     ask("not an object", additional_config={"m3hal": "reference"})
     ask("page size", block_size=64)
-    ask("kv format", kv_cache_dtype="fp8")
+    ask("kv format", kv_cache_dtype="fp8_e5m2")
     ask("dtype", dtype="float16")
     ask("pipeline parallelism", pipeline_parallel_size=2)
     ask("expert parallelism", tensor_parallel_size=2, enable_expert_parallel=True)
