@@ -24,6 +24,11 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, correctly rounded on every device: torch's GPUs multiply by the reciprocal of a Python number."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def nearest(x: torch.Tensor, mantissa_bits: int, min_exponent: int, largest: float) -> torch.Tensor:
     """uint8 code of the number nearest to |x|, ties to even, beyond ``largest`` the code of that; 0 for NaN.
 

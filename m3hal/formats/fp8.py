@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from m3hal._lazy import torch
 from m3hal.formats import e4m3
-from m3hal.formats._codes import wide
+from m3hal.formats._codes import divided, wide
 from m3hal.formats.plain import ROW, QSpec, QTensor
 
 
@@ -19,7 +19,7 @@ def quantize_rows(x: torch.Tensor, maximum: e4m3.Maximum = e4m3.OCP) -> QTensor:
     A row of zeros gets scale 1. A NaN or an infinity makes its own row NaN.
     """
     x = wide(x)
-    scale = (x.abs().amax(-1, keepdim=True) / maximum).float()
+    scale = divided(x.abs().amax(-1, keepdim=True), maximum).float()
     scale = scale.masked_fill(scale == 0, 1.0)
     return QTensor(e4m3.encode(x / scale, maximum), QSpec(name_of(maximum), ROW), scale)
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from m3hal._lazy import torch
 from m3hal.formats import e2m1, e4m3
-from m3hal.formats._codes import grouped, wide
+from m3hal.formats._codes import divided, grouped, wide
 from m3hal.formats.plain import QSpec, QTensor
 
 GROUP = 16
@@ -35,10 +35,10 @@ def quantize(x: torch.Tensor, global_scale: torch.Tensor | None = None, quantize
     if quantizer == "token_global":
         if global_scale is not None:
             raise ValueError("token_global makes its own global scales; pass none")
-        global_scale = (x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / (e4m3.OCP * e2m1.MAX)).float()
+        global_scale = divided(x.abs().amax(-1, keepdim=True).clamp(min=1e-12), e4m3.OCP * e2m1.MAX).float()
     scaled = x if global_scale is None else x * (1.0 / global_scale)
     blocks = grouped(scaled, GROUP)
-    scale = e4m3.encode((_amax(blocks).clamp(min=1e-12) / e2m1.MAX).clamp(e4m3.TINY, e4m3.OCP))
+    scale = e4m3.encode(divided(_amax(blocks).clamp(min=1e-12), e2m1.MAX).clamp(e4m3.TINY, e4m3.OCP))
     codes = e2m1.encode(blocks / e4m3.decode(scale)[..., None])
     return _tensor(codes.masked_fill(codes == 8, 0), scale, global_scale)
 
@@ -49,7 +49,7 @@ def global_scale_of(x: torch.Tensor, *, own: int = 0) -> torch.Tensor:
     own: leading axes along which every entry gets a scale of its own, of as many axes as x; 0: one scalar for all.
     """
     amax = x.abs().amax(tuple(range(own, x.ndim)), keepdim=own > 0).float()
-    return torch.where(amax == 0, 1.0, amax / (e4m3.OCP * e2m1.MAX))
+    return torch.where(amax == 0, 1.0, divided(amax, e4m3.OCP * e2m1.MAX))
 
 
 def _by_reciprocal(x: torch.Tensor, global_scale: torch.Tensor | None) -> QTensor:
