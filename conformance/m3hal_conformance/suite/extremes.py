@@ -1,0 +1,352 @@
+"""Where tests usually stop: the largest batch, long contexts, other constants, odd addresses, far numbers, many calls.
+
+Each question here was first asked by a wrong kernel that had passed all others. The cases are thin in every direction
+but the one they are about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m3hal.layouts import PagedCache
+from m3hal.ops import ExpertWeights
+from m3hal.ops.rope_partial import rope_table
+from m3hal_conformance.case import MAX_TOKENS, Case, Inputs, Rng, Site, dtype_of
+from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
+from m3hal_conformance.suite._paged import Lengths, kv_layout
+from m3hal_conformance.suite.attention import _few
+from m3hal_conformance.suite.attention import _inputs as attention
+from m3hal_conformance.suite.experts import _hot, _logits, _moe_inputs, _spread
+from m3hal_conformance.suite.indexer import _needles as needles
+from m3hal_conformance.suite.insert import _inputs as insert
+from m3hal_conformance.suite.kv_cache import _copy, _read, _write
+from m3hal_conformance.suite.ranking import NAN, ONE, VISIBLE, _mostly_nan, _normal, _scores, _sharded
+
+P = 128
+Make = Callable[[Rng, Site], Inputs]
+LARGEST = (*LIGHT, "unbiased")
+OFTEN: dict[str, Any] = {"checks": ("oracle", "many_calls"), "bugs": ("F34",), "dtypes": ("bfloat16",)}
+#: 4,096 query tokens that see few keys each
+CHUNKS: Lengths = [(128, 128 + 9 * n) for n in range(32)]
+LONG: Lengths = [(1, 65_700), (2, 33_000)]
+#: exponents of ten by which rows are scaled; fp16 holds neither end
+FAR = (0, 6, -9, 9, -6, 5, -8)
+
+
+def _far_apart(tensor: Tensor) -> Tensor:
+    """Rows (first axis) of sizes from 1e-9 to 1e9."""
+    size = 10.0 ** torch.tensor([FAR[row % len(FAR)] for row in range(len(tensor))])
+    return (tensor.float() * size.view(-1, *[1] * (tensor.ndim - 1))).to(tensor.dtype)
+
+
+def _edited(make: Make, **edits: Callable[[Tensor], Tensor]) -> Make:
+    """The same inputs, some of them edited."""
+
+    def edited(rng: Rng, site: Site) -> Inputs:
+        inputs = make(rng, site)
+        return {name: edits[name](value) if name in edits else value for name, value in inputs.items()}
+
+    return edited
+
+
+def _drawn(**shapes: Sequence[int]) -> Make:
+    """Normal numbers by name; weights a third of the size."""
+
+    def make(rng: Rng, site: Site) -> Inputs:
+        size = {name: 0.3 if name == "weight" else 1.0 for name in shapes}
+        return {name: (size[name] * rng.normal(*shape)).to(dtype_of(site)) for name, shape in shapes.items()}
+
+    return make
+
+
+def _rotated(tokens: int, theta: float = 5e6) -> Make:
+    def make(rng: Rng, site: Site) -> Inputs:
+        x = rng.normal(tokens, 2, 128).to(dtype_of(site))
+        table = rope_table(4096, site.rotary_dim, theta)
+        return {"x": x, "positions": rng.integers(0, 4096, tokens), "cos_sin": table}
+
+    return make
+
+
+def _rows() -> list[Case]:
+    """Operators whose rows have nothing to do with each other."""
+    norm: dict[str, Any] = {"kind": "sparse_attention"}
+    cases: list[Case] = []
+    for op, names in (("rms_norm", ("x",)), ("add_rms_norm", ("x", "residual"))):
+
+        def rows(tokens: int, width: int, names: Sequence[str] = names) -> Make:
+            return _drawn(**dict.fromkeys(names, (tokens, width)), weight=(width,))
+
+        off = dict.fromkeys(names, in_wide_row)
+        cases += [
+            *ask(op, "tokens_4096", rows(MAX_TOKENS, 128), checks=LARGEST, bugs=("F68",), **norm),
+            *ask(op, "odd_address", _edited(rows(9, 128), **off), bugs=("F65",), quick=True, **norm),
+            *ask(op, "wide_range", _edited(rows(14, 256), **dict.fromkeys(names, _far_apart)), quick=True, **norm),
+            *ask(op, "called_often", rows(3, 128), **OFTEN, **norm),
+        ]
+    cases += ask("add_rms_norm", "other_constants", _edited(_drawn(x=(5, 256), residual=(5, 256), weight=(256,)),
+                 x=lambda x: 1e-2 * x, residual=lambda x: 1e-2 * x),
+                 eps=1e-3, weight_offset=0.0, bugs=("F71", "F72"), quick=True, **norm)  # fmt: skip
+    product = _drawn(x=(MAX_TOKENS, 128), weight=(64, 128))
+    gated = _drawn(gate_up=(MAX_TOKENS, 64))
+    few = _edited(_drawn(x=(14, 96), weight=(40, 96)), x=_far_apart)
+    return [
+        *cases,
+        *ask("linear", "tokens_4096", product, checks=LARGEST, bugs=("F68",), **norm),
+        *ask("linear", "wide_range", few, quick=True, also=("unbiased",), **norm),
+        *ask("linear", "called_often", _drawn(x=(3, 96), weight=(40, 96)), **OFTEN, **norm),
+        *ask("rope_partial", "tokens_4096", _rotated(MAX_TOKENS), checks=LARGEST, bugs=("F68",), **norm),
+        *ask("rope_partial", "other_theta", _rotated(9, 1e4), bugs=("F04",), quick=True, also=("unbiased",), **norm),
+        *ask("rope_partial", "odd_address", _edited(_rotated(9), x=in_wide_row), bugs=("F65",), quick=True, **norm),
+        *ask("rope_partial", "called_often", _rotated(3), **OFTEN, **norm),
+        *ask("swiglu_oai", "tokens_4096", gated, kind="moe", checks=LARGEST, bugs=("F68",)),
+        *ask("swiglu_oai", "wide_range", _edited(_drawn(gate_up=(14, 64)), gate_up=_far_apart), kind="moe", quick=True,
+             also=("unbiased",)),
+        *ask("swiglu_oai", "called_often", _drawn(gate_up=(3, 64)), kind="moe", **OFTEN),
+        *ask("quantize", "tokens_4096", lambda r, s: {"x": r.normal(MAX_TOKENS, 64)}, kind="dense_mlp", checks=LIGHT,
+             dtypes=("float32",), activation_format="bfloat16", bugs=("F68",)),
+    ]  # fmt: skip
+
+
+def _runs() -> list[int]:
+    """Slots of prompts: runs that end with a page and go on elsewhere; in some quads the middle is exchanged."""
+    slots = [*range(100, 128), *range(5 * P, 5 * P + 60), *range(2 * P + 50, 3 * P), *range(0, 12)]
+    for quad in range(0, len(slots) - 3, 12):
+        slots[quad + 1], slots[quad + 2] = slots[quad + 2], slots[quad + 1]
+    return slots
+
+
+def _many_slots(pages: int) -> list[int]:
+    return [(37 * n + 11) % (pages * P) for n in range(MAX_TOKENS)]
+
+
+def _far_slots(rng: Rng, site: Site) -> Inputs:
+    """Pages on both sides of the first whose offset leaves 31 bits; memory that nobody touches costs nothing."""
+    layout = kv_layout(site)
+    bad = 2**31 // (layout.page_size * layout.heads * layout.width)
+    cache = PagedCache(torch.empty(bad + 2, *layout.page_shape(), dtype=dtype_of(site)), layout)
+    slots = torch.tensor([0, bad - 1, bad, bad + 1]) * layout.page_size + torch.tensor([3, 127, 0, 5])
+    for part in (cache.k, cache.v):
+        part[slots // P, :, slots % P] = rng.normal(4, layout.heads, layout.dim).to(part.dtype)
+    return {"cache": cache, "slots": torch.cat([slots, torch.tensor([-1])])}
+
+
+def _caches() -> list[Case]:
+    one: dict[str, Any] = {"kind": "sparse_attention", "tensor_parallel": 4}
+
+    def hnd(make: Any) -> Make:
+        return lambda rng, site: make(rng, site, "hnd")
+
+    return [
+        *ask("kv_write", "tokens_4096", hnd(_write(_many_slots(40), pages=41)), checks=LIGHT, bugs=("F68",), **one),
+        *ask("kv_write", "prefill_runs", hnd(_write(_runs())), also=("permuted_rows",), bugs=("F60",), quick=True,
+             **one),
+        *ask("kv_write", "called_often", hnd(_write([5, 128, -1], pages=2)), **OFTEN, **one),
+        *ask("kv_read", "tokens_4096", hnd(_read(_many_slots(6))), checks=LIGHT, bugs=("F68",), **one),
+        *ask("kv_read", "page_16", hnd(_read([15, 16, 0, 40, -1, 95])), page_size=16, bugs=("F25",), quick=True, **one),
+        *ask("kv_read", "beyond_31_bits", _far_slots, checks=("huge_slots_read",), dtypes=("bfloat16",),
+             lazy=("cache",), bugs=("F63",), **one),
+        *ask("kv_copy_blocks", "page_16", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)])), page_size=16, bugs=("F25",),
+             quick=True, **one),
+    ]  # fmt: skip
+
+
+def _lengths_of(seed_of: Rng, page: int) -> Lengths:
+    """Lengths that the case's random numbers decide: another seed has other lengths in tensors of the same shape."""
+    drawn = seed_of.integers(1, 3 * page, 6).tolist()
+    return [(1, length) for length in drawn]
+
+
+def _drawn_lengths(question: Callable[[Lengths], Any]) -> Make:
+    """The table is as wide as the longest length needs."""
+
+    def make(rng: Rng, site: Site) -> Inputs:
+        lengths = [*_lengths_of(rng, site.page_size), (1, 3 * site.page_size)]
+        found: Inputs = question(lengths)(rng, site)
+        return found
+
+    return make
+
+
+def _value_sizes(make: Make) -> Make:
+    """The values of one page are a million times those of another, in every second head."""
+
+    def far(rng: Rng, site: Site) -> Inputs:
+        inputs = make(rng, site)
+        values = inputs["kv"].v
+        size = torch.where(torch.arange(values.shape[1]) % 2 == 0, 1e6, 1e-8).view(-1, 1, 1)
+        values.copy_((values.float() * size).to(values.dtype))
+        return inputs
+
+    return far
+
+
+def _attention() -> list[Case]:
+    cases: list[Case] = []
+    for op, kind, ids in (("sparse_attention", "sparse_attention", _few), ("paged_attention", "dense_attention", None)):
+        asked: dict[str, Any] = {"kind": kind, "input_class": "blocks", "tensor_parallel": 8, "return_lse": True}
+        long: dict[str, Any] = {"max_context": 1 << 17, "dtypes": ("bfloat16",), "checks": ("oracle", "written")}
+        two = {**asked, "tensor_parallel": 2}
+        cases += [
+            *ask(op, "tokens_4096", attention(CHUNKS, ids), checks=LARGEST, bugs=("F68",), **asked),
+            *ask(op, "context_64k", attention(LONG, ids), bugs=("F15", "F63"), **{**asked, **long}),
+            *ask(op, "lengths_differ", _drawn_lengths(lambda n, ids=ids: attention(n, ids)), bugs=("F34",), quick=True,
+                 also=("planned_once", "unbiased"), **two),
+            *ask(op, "wide_range", _value_sizes(attention([(2, 300), (1, 129)], ids)), quick=True, **two),
+            *ask(op, "odd_address", _edited(attention([(2, 300), (1, 129)], ids), q=in_wide_row), quick=True,
+                 bugs=("F65",), **two),
+            *ask(op, "called_often", attention([(1, 40), (1, 3)], ids), **OFTEN, **asked),
+        ]  # fmt: skip
+    sixty_four = attention([(1, 60 + 9 * n) for n in range(64)], None)
+    return [
+        *cases,
+        *ask("sparse_attention", "block_64", attention([(2, 300), (1, 129)], _few), kind="sparse_attention",
+             input_class="blocks", tensor_parallel=2, return_lse=True, block_size=64, bugs=("F25",), quick=True),
+        *ask("paged_attention", "batch_64", sixty_four, kind="dense_attention", input_class="blocks", checks=LIGHT,
+             tensor_parallel=2, return_lse=True, bugs=("F68",)),
+    ]  # fmt: skip
+
+
+def _indexer() -> list[Case]:
+    cases: list[Case] = []
+    for op in ("block_scores", "select_blocks"):
+        asked: dict[str, Any] = {"kind": "sparse_attention", "input_class": "needles"}
+        long: dict[str, Any] = {"max_context": 1 << 17, "dtypes": ("bfloat16",), "checks": ("oracle", "written")}
+        cases += [
+            *ask(op, "tokens_4096", needles(CHUNKS), checks=LIGHT, bugs=("F68",), **asked),
+            *ask(op, "context_64k", needles(LONG), bugs=("F15", "F63"), **{**asked, **long}),
+            *ask(op, "lengths_differ", _drawn_lengths(needles), bugs=("F34",), also=("planned_once",), quick=True,
+                 **asked),
+            *ask(op, "block_64", needles([(2, 2500), (1, 129)]), block_size=64, bugs=("F25",), quick=True, **asked),
+            *ask(op, "odd_address", _edited(needles([(2, 300), (1, 129)]), index_q=in_wide_row), bugs=("F65",),
+                 quick=True, **asked),
+            *ask(op, "called_often", needles([(1, 40), (1, 3)]), **OFTEN, **asked),
+        ]  # fmt: skip
+    return cases
+
+
+def _both_nans(rng: Rng, *shape: int) -> Tensor:
+    """NaN of either sign: an integer key puts one of them first."""
+    scores = _mostly_nan(rng, *shape)
+    negative = torch.full((), NAN).copysign(torch.tensor(-1.0))
+    return torch.where(scores.isnan() & (rng.uniform(0, 1, *shape) < 0.5), negative, scores)
+
+
+def _ranking() -> list[Case]:
+    ranked: dict[str, Any] = {"kind": "sparse_attention", "dtypes": ONE, "max_context": 1 << 20}
+    often = {**OFTEN, **ranked}
+    many = [n % 41 for n in range(MAX_TOKENS)]
+    return [
+        *ask("topk_blocks", "both_nans", _scores(_both_nans, VISIBLE, 40), bugs=("F28",), quick=True, **ranked),
+        *ask("topk_blocks", "tokens_4096", _scores(_normal, many, 40), checks=LIGHT, bugs=("F68",), **ranked),
+        *ask("topk_blocks", "called_often", _scores(_normal, [17, 40], 40), **often),
+        *ask("merge_topk", "both_nans", _sharded(4, _both_nans, VISIBLE), bugs=("F28",), quick=True, **ranked),
+        *ask("merge_topk", "ranks_16", _sharded(16, _normal, [*VISIBLE, 200]), bugs=("F35",), quick=True, **ranked),
+        *ask("merge_topk", "ranks_32", _sharded(32, _normal, [600, 3]), bugs=("F35",), **ranked),
+        *ask("merge_topk", "tokens_4096", _sharded(2, _normal, many), checks=LIGHT, bugs=("F68",), **ranked),
+        *ask("merge_topk", "called_often", _sharded(2, _normal, [17, 40]), **often),
+    ]  # fmt: skip
+
+
+def _every_expert(rng: Rng, tokens: int) -> tuple[Tensor, Tensor]:
+    """All 128 experts, four to a token."""
+    ids = torch.stack([rng.permutation(128) for _ in range(tokens * 4 // 128)]).view(tokens, 4)
+    return rng.uniform(0.25, 1, tokens, 4), ids.int()
+
+
+def _nan_nowhere(rng: Rng, site: Site) -> Inputs:
+    """Padded tokens: NaN, and without any expert."""
+    inputs = _moe_inputs(9, _spread)(rng, site)
+    inputs["ids"][3], inputs["ids"][8] = -1, -1
+    inputs["x"][(inputs["ids"] < 0).all(-1)] = NAN
+    return inputs
+
+
+def _large_tokens(rng: Rng, site: Site) -> Inputs:
+    """Tokens too large for fp16, whose experts' first weights make ordinary numbers of them again."""
+    inputs = _moe_inputs(9, _hot)(rng, site)
+    experts = inputs["experts"]
+    weights = replace(experts, w13=(experts.w13.float() * 2.0**-20).to(experts.w13.dtype))
+    return {**inputs, "x": inputs["x"] * 2.0**20, "experts": weights}
+
+
+def _experts() -> list[Case]:
+    small: dict[str, Any] = {"kind": "moe", "hidden_size": 64, "intermediate_size": 32}
+    own: dict[str, Any] = {"kind": "moe", "hidden_size": 256, "intermediate_size": 96, "num_local_experts": 8}
+    many = _moe_inputs(MAX_TOKENS, _all_to_few, 64, 32)
+    return [
+        *ask("moe_experts", "tokens_4096", many, checks=LARGEST, bugs=("F68", "F31"), num_local_experts=8, **small),
+        *ask("moe_experts", "experts_128", _experts_128, bugs=("F43", "F31"), num_local_experts=128, quick=True,
+             also=("permuted_experts",), **small),
+        *ask("moe_experts", "nan_nowhere", _nan_nowhere, bugs=("F28", "F29"), quick=True, **own),
+        *ask("moe_experts", "planned_once", _moe_inputs(9, _hot), also=("planned_once", "unbiased"), bugs=("F34",),
+             quick=True, **own),
+        *ask("moe_experts", "wide_range", _large_tokens, quick=True, **own),
+        *ask("moe_experts", "called_often", _moe_inputs(3, _hot, 64, 32), **OFTEN,
+             num_local_experts=8, **small),
+        *ask("route_topk", "tokens_4096", _logits(MAX_TOKENS), kind="moe", dtypes=ONE, checks=LIGHT,
+             bugs=("F68",)),
+        *ask("route_topk", "called_often", _logits(3), kind="moe", **{**OFTEN, "dtypes": ONE}),
+    ]  # fmt: skip
+
+
+def _all_to_few(rng: Rng, tokens: int) -> tuple[Tensor, Tensor]:
+    """Every token goes to experts 1 and 5."""
+    ids = torch.full((tokens, 4), -1, dtype=torch.int32)
+    ids[:, 0], ids[:, 3] = 1, 5
+    return rng.uniform(0.25, 1, tokens, 4), ids
+
+
+def _experts_128(rng: Rng, site: Site) -> Inputs:
+    weights, ids = _every_expert(rng, 64)
+    w13 = (rng.normal(128, 64, 64) / 4).to(dtype_of(site))
+    w2 = (rng.normal(128, 64, 32) / 6).to(dtype_of(site))
+    x = rng.normal(64, 64).to(dtype_of(site))
+    return {"x": x, "weights": weights, "ids": ids, "experts": ExpertWeights(w13, w2)}
+
+
+def _million(rng: Rng, site: Site) -> Inputs:
+    """A table of the model's full context; only the rows that are read are filled."""
+    positions = [0, 127, 32_767, 32_768, 65_535, 65_536, 1_048_575]
+    inputs = insert([5, 6, 7, 8, 129, 300, -1], positions)(rng, site)
+    table = torch.empty(1 << 20, site.rotary_dim)
+    where = torch.tensor(positions)
+    angle = where[:, None].float() / 5e6 ** (torch.arange(0, site.rotary_dim, 2) / site.rotary_dim)
+    table[where] = torch.cat([angle.cos(), angle.sin()], -1)
+    return {**inputs, "cos_sin": table}
+
+
+def _other_constants(rng: Rng, site: Site) -> Inputs:
+    inputs = insert([5, 128, -1, 300, 7], [0, 3, 77, 900, 4095])(rng, site)
+    table = rope_table(4096, site.rotary_dim, 1e4)
+    return {**inputs, "qkv": 1e-2 * inputs["qkv"], "cos_sin": table}
+
+
+def _inserted() -> list[Case]:
+    asked: dict[str, Any] = {"kind": "sparse_attention", "tensor_parallel": 4}
+    return [
+        *ask("qk_norm_rope_insert", "tokens_4096", _largest_insert, checks=LARGEST, bugs=("F68",),
+             **{**asked, "tensor_parallel": 8}),
+        *ask("qk_norm_rope_insert", "context_1m", _million, checks=("oracle", "rerun"), lazy=("cos_sin",),
+             bugs=("F63",), max_context=1 << 20, **asked),
+        *ask("qk_norm_rope_insert", "other_constants", _other_constants, eps=1e-3, weight_offset=0.0, quick=True,
+             bugs=("F04", "F71", "F72"), **asked),
+        *ask("qk_norm_rope_insert", "called_often", insert([5, 128, -1], [0, 3, 77]), **OFTEN,
+             **asked),
+    ]  # fmt: skip
+
+
+def _largest_insert(rng: Rng, site: Site) -> Inputs:
+    slots = [(n if n % 50 else -1) for n in (rng.permutation(7 * P)).tolist()]
+    positions = rng.integers(0, 4096, MAX_TOKENS).tolist()
+    padded = [*slots, *[-1] * (MAX_TOKENS - len(slots))]
+    order = rng.permutation(MAX_TOKENS).tolist()
+    return insert([padded[i] for i in order], positions)(rng, site)
+
+
+CASES = [*_rows(), *_caches(), *_attention(), *_indexer(), *_ranking(), *_experts(), *_inserted()]
