@@ -16,6 +16,7 @@ def all_cases() -> tuple[Case, ...]:
         attention,
         engine,
         experts,
+        extremes,
         indexer,
         insert,
         kv_cache,
@@ -28,7 +29,7 @@ def all_cases() -> tuple[Case, ...]:
     )
 
     modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, experts, insert)
-    stored = (stored_caches, quantised)
+    stored = (stored_caches, quantised, extremes)
     found = [case for module in (*modules, *stored) for case in module.CASES]
     found += engine.engine_cases(found)
     return tuple(sorted(found, key=lambda case: ops.NAMES.index(case.operator)))
