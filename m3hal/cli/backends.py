@@ -1,6 +1,7 @@
-"""Lists the installed backends and whether each is usable on this machine, or on another device.
+"""Lists the installed backends, the libraries that each calls and whether it is usable here, or on another device.
 
-Exits with 3 when none is usable.
+Of a library stand the installed version and the range that the backend was written for. Exits with 3 when none is
+usable.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from m3hal.cli.output import emit
 from m3hal.dispatch import devices
 from m3hal.dispatch.check import unknown_operators
 from m3hal.dispatch.discovery import Found, discover
+from m3hal.dispatch.libraries import libraries
 from m3hal.dispatch.screen import screen_backend
 from m3hal.dispatch.table import table
 
@@ -29,10 +31,14 @@ def run(arguments: argparse.Namespace) -> int:
     asked = [devices.check(arguments.device)] if arguments.device else _here()
     rows = [_row(found, asked) for found in discover()]
     text = table(
-        ("backend", "distribution", "priority", "operators", "verdict"),
-        [(r["name"], f"{r['distribution']} {r['version']}", r["priority"], r["operators"], r["summary"]) for r in rows],
+        ("backend", "distribution", "priority", "operators", "libraries", "verdict"),
+        [
+            (r["name"], f"{r['distribution']} {r['version']}", r["priority"], r["operators"], r["needs"], r["summary"])
+            for r in rows
+        ],
     )
-    emit(arguments, {"devices": asked, "backends": rows}, f"on {', '.join(asked)}\n{text}")
+    data = [{key: value for key, value in row.items() if key != "needs"} for row in rows]
+    emit(arguments, {"devices": asked, "backends": data}, f"on {', '.join(asked)}\n{text}")
     return 0 if any(row["usable_on"] for row in rows) else 3
 
 
@@ -60,6 +66,8 @@ def _row(found: Found, asked: list[str]) -> dict[str, Any]:
         "devices": list(manifest.devices) if manifest else [],
         "priority": manifest.priority if manifest else "",
         "operators": served,
+        "libraries": [library.to_json() for library in libraries(manifest)],
+        "needs": ", ".join(map(str, libraries(manifest))),
         "usable_on": usable,
         "verdicts": verdicts,
         "faults": faults,

@@ -18,6 +18,7 @@ from m3hal.dispatch import devices
 from m3hal.dispatch.discovery import GROUP, Found, discover
 from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.identity import MissingFileError, module_hash
+from m3hal.dispatch.libraries import Library, libraries
 from m3hal.dispatch.manifest import API_VERSION
 from m3hal.dispatch.names import normalized
 from m3hal.dispatch.policy import Policy
@@ -44,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "name": found.name,
                 "distribution": found.distribution,
                 "version": found.version,
+                "libraries": [library.to_json() for library in libraries(found.manifest)],
                 "verdict": found.verdict.to_json() if found.verdict else None,
                 "traceback": found.traceback,
             }
@@ -128,6 +130,8 @@ def _page(data: dict[str, Any]) -> str:
         lines.append(
             f"  {backend['name']:<12} {backend['distribution']} {backend['version']}: {state}: {verdict['reason']}"
         )
+        if backend["libraries"]:
+            lines.append(f"      calls {', '.join(str(Library(**library)) for library in backend['libraries'])}")
         lines += [f"      {line}" for line in backend["traceback"].splitlines()]
     parts.append("backends\n" + "\n".join(lines))
     parts.append("problems\n" + ("\n".join(f"  {problem}" for problem in data["problems"]) or "  none"))

@@ -1,6 +1,7 @@
 """Makes a plan and says why it is what it is: for the published MiniMax-M3 on this machine, unless told otherwise.
 
-With an operator it shows the verdict on every implementation. The device need not be in this machine:
+With an operator it shows the verdict on every implementation; without, also what each backend has for the device, how
+far that is proved, and why there is not more. The device need not be in this machine:
 
     m3hal explain sparse_attention --device hip:gfx950 --backend amd,reference
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from m3hal import ops
 from m3hal._published import as_published
+from m3hal.cli._matrix import matrix, offers
 from m3hal.cli._memory import ALIASES
 from m3hal.cli.output import emit
 from m3hal.dispatch import Plan, Policy, admission, devices, discovery, pin, plan
@@ -108,14 +110,16 @@ def _text(made: Plan, operator: str | None) -> str:
     """The explanation, which has no row for an operator that stays inside vLLM's own model."""
     if operator and made.in_tree and operator not in {choice.operator for choice in made.choices}:
         return f"{made.table()}\n\n{operator}: vLLM's own model serves it; m3hal dispatches nothing"
-    return made.explain(operator)
+    if operator:
+        return made.explain(operator)
+    return "\n\n".join(filter(None, [made.explain(), matrix(made, offers(made))]))
 
 
 def _data(made: Plan, operator: str | None) -> dict[str, Any]:
     data = made.to_json()
     if operator is not None:
-        data["choices"] = [row for row in data["choices"] if row["operator"] == operator]
-    return data
+        return data | {"choices": [row for row in data["choices"] if row["operator"] == operator]}
+    return data | {"offers": [offer.to_json() for offer in offers(made)]}
 
 
 def _diff(arguments: argparse.Namespace, made: Plan) -> int:

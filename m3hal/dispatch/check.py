@@ -47,6 +47,10 @@ def problem_of(manifest: Any) -> str | None:
         isinstance(name, str) and name for name in manifest.libraries
     ):
         return "its libraries must map a distribution's name to a version range"
+    if not isinstance(manifest.withheld, _MAPPINGS) or not all(
+        isinstance(text, str) for pair in manifest.withheld.items() for text in pair
+    ):
+        return "its withheld must map an operator's name to the reason why it is not offered"
     for where, text in (("api", manifest.api), *((f"libraries[{k!r}]", v) for k, v in manifest.libraries.items())):
         if not isinstance(text, str):
             return f"its {where} is {text!r}; it must be a version range, e.g. '>=1,<2'"
@@ -59,7 +63,7 @@ def problem_of(manifest: Any) -> str | None:
 
 def unknown_operators(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """(operator, problem) for the names that are no operators; the rest of the manifest stays usable."""
-    for name in manifest.operators:
+    for name in (*manifest.operators, *manifest.withheld):
         if name not in ops.NAMES:
             yield str(name), f"{name!r} is no operator of this m3hal.{did_you_mean(str(name), ops.NAMES)}"
 

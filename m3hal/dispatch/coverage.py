@@ -52,7 +52,7 @@ def _grouped(rejections: Iterable[Verdict]) -> list[str]:
     """One line per reason, with every operator and site that it holds for."""
     groups: dict[str, dict[str, list[str]]] = {}
     for verdict in rejections:
-        absent = verdict.stage == "coverage"
+        absent = verdict.reason == f"it doesn't implement {verdict.operator}"
         operators = groups.setdefault(f"{verdict.backend} doesn't implement" if absent else str(verdict), {})
         sites = operators.setdefault(verdict.operator, [])
         if verdict.site and not absent:
@@ -87,7 +87,8 @@ def _about(plan: Plan, choice: Choice, found: Found) -> list[Verdict]:
     rejected = [verdict for verdict in own if not verdict.accepted]
     if own:
         return rejected
-    reason = f"it doesn't implement {choice.operator}"
+    withheld = found.manifest.withheld.get(choice.operator) if found.manifest else None
+    reason = f"it withholds {choice.operator}: {withheld}" if withheld else f"it doesn't implement {choice.operator}"
     return [Verdict("coverage", False, reason, found.name, found.distribution, choice.operator, choice.site)]
 
 

@@ -1,7 +1,7 @@
 """How far implementations have been proved, computed from the claims that their packages ship.
 
-A package keeps claims as ``claims/*.json`` beside its manifest. A claim counts for the ``impl_id`` that it names, so one
-about files that have changed since counts for nothing, and so does one whose digest says that it was edited.
+A package keeps claims as ``claims/*.json`` beside its manifest. A claim counts for the ``impl_id`` that it names, so
+one about files that have changed since counts for nothing, and so does one whose digest says that it was edited.
 """
 
 from __future__ import annotations

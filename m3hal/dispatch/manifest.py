@@ -124,7 +124,7 @@ class Impl:
     limits: the sites it serves, as data. predicate: ``"module:function"``, standard library only, for what limits
         can't say: takes a Site, returns None or the reason for refusing it.
     traits: the numeric freedoms it takes, from the operator's closed vocabulary; one it leaves out is held to exact.
-    layouts: for operators of the cache group, the page maps it reads and writes.
+    layouts: for operators of the cache group, the page maps it reads and writes; ``vendor:name`` is a private one.
     devices: patterns that narrow the manifest's, where a library has a kernel for some of its devices only.
     calls: what it calls in its vendor's library.
     memory: who owns scratch memory. ``caller``: the kernel states ``workspace_bytes``. ``self``: a closed library or
@@ -169,6 +169,8 @@ class Manifest:
     libraries: distribution name -> version range, checked before the probe.
     probe: ``"module:function"``; takes a device string, returns None when usable or the reason why not. It must not
         initialise the device (vLLM forks after planning).
+    withheld: operator -> why it is not offered although the vendor's library has something like it, as a sentence
+        without its full stop; shown where people ask why the backend does not serve more.
     """
 
     name: str
@@ -179,6 +181,7 @@ class Manifest:
     priority: int = 100
     libraries: Mapping[str, str] = field(default_factory=dict)
     probe: str | None = None
+    withheld: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,8 @@ class Kernel:
         query tokens; the host does not say how many. Both tensors start at a multiple of 256 bytes on a GPU, 64 on a
         CPU.
     prepare_weights / update_weights / unpack: :class:`~m3hal.ops.ExpertWeights` -> packed; (packed, first expert,
-        weights of the experts from there on) in place; packed -> ExpertWeights.
+        weights of the experts from there on) in place; packed -> ExpertWeights. Of ``kv_write`` with a private page map
+        (``vendor:name`` among the layouts), unpack: a cache -> a new one of the same tokens in hnd pages.
     """
 
     run: Callable[..., Any]

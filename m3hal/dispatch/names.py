@@ -7,7 +7,7 @@ from dataclasses import dataclass
 #: How far an implementation has been proved, least first, in words; computed from claims, never declared. contract: an
 #: adapter ran the suite against a double of its vendor's library, so that its arguments, layouts and traits were tried.
 LEVEL_WORDS = {
-    "declared": "declared only, nothing was run",
+    "declared": "declared: it ships no claim that it ran",
     "contract": "contract-tested, not run on hardware",
     "interpreted": "interpreted on a CPU, not run on hardware",
     "compiled": "compiled, not run on hardware",

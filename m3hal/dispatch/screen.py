@@ -80,15 +80,17 @@ def screen_backend(found: Found, device: str, present: bool) -> Found:
         wanted = ", ".join(f"{name} {range_}" for name, range_ in manifest.libraries.items())
         assumed = f"; {wanted} assumed" if wanted else ""
         return _usable(found, f"this machine has no {device}: not probed{assumed}")
-    for library in libraries(manifest):
+    needed = libraries(manifest)
+    for library in needed:
         if library.problem:
             return found.rejected("library", library.problem)
+    having = f"; it calls {', '.join(f'{library.name} {library.installed}' for library in needed)}" if needed else ""
     if manifest.probe is None:
-        return _usable(found, "it needs no probe")
+        return _usable(found, f"it needs no probe{having}")
     problem, trace = _ask(manifest.probe, device)
     if problem:
         return found.rejected("probe", problem, trace)
-    return _usable(found, f"its probe finds {device} usable")
+    return _usable(found, f"its probe finds {device} usable{having}")
 
 
 def _usable(found: Found, reason: str) -> Found:

@@ -1,0 +1,1 @@
+from .RotaryPosEmbeddingHelper import RotaryPosEmbeddingHelperV1 as RotaryPosEmbeddingHelperV1

@@ -1,0 +1,1 @@
+from .FusedRMSNorm import FusedRMSNorm as FusedRMSNorm

@@ -1,0 +1,94 @@
+"""What each backend has for a device, whatever the policy would take of it: operators, levels, and why not more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from m3hal import ops
+from m3hal.dispatch import Plan, devices
+from m3hal.dispatch.discovery import REFERENCE, Found
+from m3hal.dispatch.levels import proved
+from m3hal.dispatch.names import LEVEL_WORDS
+from m3hal.dispatch.screen import Candidate, Demands, candidates, screen
+from m3hal.dispatch.table import table
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An implementation that would run at some sites, or the reason why it, or none, does.
+
+    level: "" where nothing would run.
+    """
+
+    backend: str
+    operator: str
+    sites: tuple[str, ...]
+    impl: str
+    level: str
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "sites": list(self.sites)}
+
+
+def offers(plan: Plan) -> list[Offer]:
+    """By backend and operator; of a backend's implementations at a site, the first that would run."""
+    usable = [found for found in plan.backends if found.is_usable and found.name != REFERENCE]
+    levels = proved(usable, plan.device)
+    held = {choice.operator for choice in plan.choices if choice.engine}
+    wanted = {name: ops.load(name) for name in ops.NAMES if name not in held}
+    demands = Demands(plan.policy.require, None, True, devices.kind(plan.device) != "cpu", plan.device)
+    found_offers = []
+    for found in usable:
+        good, _ = candidates(found, wanted, levels)
+        for operator in wanted.values():
+            mine = [candidate for candidate in good if candidate.operator == operator.name]
+            found_offers += _merged(_at_sites(plan, found, operator, mine, demands))
+    return found_offers
+
+
+def _at_sites(
+    plan: Plan, found: Found, operator: ops.Operator, mine: list[Candidate], demands: Demands
+) -> Iterator[Offer]:
+    for site in plan.sites.values():
+        if site.kind not in operator.sites:
+            continue
+        verdicts = [(candidate, screen(candidate, operator, site, demands)) for candidate in mine]
+        first = next((pair for pair in verdicts if pair[1].accepted), None)
+        if first:
+            chosen = first[0]
+            yield Offer(found.name, operator.name, (site.kind,), chosen.label, chosen.level, "")
+        elif verdicts:
+            reason = "; ".join(dict.fromkeys(f"{c.label}: {v.reason}" for c, v in verdicts))
+            yield Offer(found.name, operator.name, (site.kind,), "", "", reason)
+        else:
+            withheld = found.manifest.withheld if found.manifest else {}
+            yield Offer(found.name, operator.name, (site.kind,), "", "", withheld.get(operator.name, ""))
+
+
+def _merged(found: Iterator[Offer]) -> list[Offer]:
+    """Sites with one outcome are one row."""
+    sites: dict[Offer, list[str]] = {}
+    for offer in found:
+        key = Offer(offer.backend, offer.operator, (), offer.impl, offer.level, offer.reason)
+        sites.setdefault(key, []).extend(offer.sites)
+    return [Offer(o.backend, o.operator, tuple(at), o.impl, o.level, o.reason) for o, at in sites.items()]
+
+
+def matrix(plan: Plan, found: list[Offer], width: int | None = None) -> str:
+    """A table of what would run, then per backend why not more."""
+    if not found:
+        return ""
+    running = [(o.backend, o.operator, ", ".join(o.sites), o.impl, LEVEL_WORDS[o.level]) for o in found if o.impl]
+    lines = [f"what each backend has for {plan.device}"]
+    if running:
+        lines.append(table(("backend", "operator", "sites", "implementation", "proved"), running, width))
+    for backend in dict.fromkeys(offer.backend for offer in found):
+        mine = [offer for offer in found if offer.backend == backend and not offer.impl]
+        lines += [f"{backend} does not run {o.operator} at {', '.join(o.sites)}: {o.reason}" for o in mine if o.reason]
+        absent = list(dict.fromkeys(offer.operator for offer in mine if not offer.reason))
+        if absent:
+            lines.append(f"{backend} has nothing for {', '.join(absent)}")
+    return "\n".join(lines)

@@ -1,0 +1,52 @@
+"""Levels from the claims that packages ship."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m3hal.dispatch.discovery import Found
+from m3hal.dispatch.levels import digest, proved
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The claims folder of an installed package."""
+    folder = tmp_path / "m3hal_claiming" / "claims"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+FOUND = Found("claiming", "m3hal-claiming", "1.0", "m3hal_claiming.manifest:MANIFEST")
+
+
+def write(path: Path, executor: str, device: str, **statuses: str) -> dict[str, Any]:
+    rows = [{"impl_id": identity, "status": status} for identity, status in statuses.items()]
+    body: dict[str, Any] = {"claim_version": 1, "executor": executor, "device": device, "results": rows}
+    body["digest"] = digest(body)
+    path.write_text(json.dumps(body))
+    return body
+
+
+def test_contract_and_hardware(package: Path) -> None:
+    """A double proves the contract on every device, a run the device that it ran on; the higher one counts."""
+    write(package / "a.json", "double", "cuda:sm_100", a="pass", b="pass", c="unsupported")
+    write(package / "b.json", "in-process", "cuda:sm_90", b="pass")
+    assert proved([FOUND], "cuda:sm_90") == {"a": "contract", "b": "hardware"}
+    assert proved([FOUND], "cuda:sm_100") == {"a": "contract", "b": "contract"}
+
+
+def test_failures_edits_and_strays_prove_nothing(package: Path) -> None:
+    """One failed case ends a level; so do an edited claim, a file that is no claim, and an executor nobody knows."""
+    write(package / "a.json", "double", "x:y", a="fail", b="waived")
+    edited = write(package / "b.json", "double", "x:y", c="pass")
+    (package / "b.json").write_text(json.dumps(edited | {"executor": "in-process"}))
+    (package / "c.json").write_text("[")
+    write(package / "d.json", "hearsay", "x:y", d="pass")
+    assert proved([FOUND], "x:y") == {"d": "declared"}
+    assert proved([Found("gone", "gone", "1", "no_such_package:MANIFEST")], "x:y") == {}
