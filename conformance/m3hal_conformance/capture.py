@@ -100,7 +100,7 @@ def case_of(operator: str, site: Site, inputs: Mapping[str, Any], name: str = "c
         site=site,
         make=partial(_again, inputs),
         checks=REPLAYED,
-        input_class=_widest(operator, site.dtype),
+        input_class=_usual(operator, site.dtype),
         layout=layout,
         is_captured=True,
     )
@@ -115,10 +115,10 @@ def _again(inputs: Mapping[str, Any], rng: Rng, site: Site) -> dict[str, Any]:
     return dict(map_tensors(dict(inputs), on_cpu))
 
 
-def _widest(operator: str, dtype: str) -> str:
-    """Captured numbers have no class; that with the largest calibrated error is the fairest."""
-    entries = [(key.split("/"), entry["exact"]) for key, entry in calibration().items() if "+" not in key]
-    found = [(error, key[3]) for key, error in entries if key[0] == operator and key[2] == _format(operator, dtype)]
+def _usual(operator: str, dtype: str) -> str:
+    """Captured numbers have no class; they get that of most cases, and :class:`Trial` the rest."""
+    entries = [(key.split("/"), entry["cases"]) for key, entry in calibration().items() if "+" not in key]
+    found = [(cases, key[3]) for key, cases in entries if key[0] == operator and key[2] == _format(operator, dtype)]
     return max(found, default=(0.0, "plain"))[1]
 
 

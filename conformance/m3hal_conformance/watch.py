@@ -47,7 +47,8 @@ def watched(bound: Bound, watch: Watch, layer: str = "") -> Bound:
 @cache
 def _tell(watch: Watch) -> None:
     """Once a process."""
-    share = f"{watch.rate:.3g} of each layer's calls"
+    step = _step(watch)
+    share = "every call" if step == 1 else f"one call in {step}"
     if watch.max_bytes:
         logger.warning(
             "m3hal records %s in %s, up to %d bytes: the files hold user data, what requests said included.",
@@ -56,7 +57,9 @@ def _tell(watch: Watch) -> None:
             watch.max_bytes,
         )
     if watch.mode == "shadow":
-        logger.warning("m3hal compares %s with their definitions, on the CPU and while the model waits.", share)
+        logger.warning(
+            "m3hal compares %s of each layer with its definition, on the CPU and while the model waits.", share
+        )
 
 
 @cache
@@ -93,7 +96,7 @@ class _Watcher:
     _told: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._step = max(1, round(1 / self.watch.rate))
+        self._step = _step(self.watch)
         self._calls = zlib.crc32(f"{self.bound.operator} {self.layer}".encode()) % self._step
         self._operator = ops.load(self.bound.operator)
 
@@ -157,6 +160,10 @@ class _Watcher:
         if sentence not in self._told and len(self._told) < 8:
             self._told.add(sentence)
             logger.warning("%s of %s at %s: %s.", self.bound.operator, self.bound.backend, self.layer, sentence)
+
+
+def _step(watch: Watch) -> int:
+    return max(1, round(1 / watch.rate))
 
 
 def _is_capturing() -> bool:

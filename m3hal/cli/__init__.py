@@ -17,6 +17,7 @@ from types import ModuleType
 from m3hal import __version__
 from m3hal.cli import (
     backends,
+    bisect,
     capacity,
     claim,
     conform,
@@ -44,6 +45,7 @@ COMMANDS: dict[str, ModuleType] = {
     "conform": conform,
     "claim": claim,
     "replay": replay,
+    "bisect": bisect,
     "new-backend": new_backend,
     "convert": convert,
     "validate": validate,

@@ -69,7 +69,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-
 from m3hal import Site
 
 
