@@ -27,7 +27,7 @@ from m3hal_conformance.tolerance import UncalibratedError
 from m3hal_conformance.trees import tensors
 from m3hal_conformance.trial import CheckFailed, Trial, Unsupported
 
-for _module in ("metamorphic", "engine"):  # importing them registers their checks
+for _module in ("metamorphic", "engine", "repeats"):  # importing them registers their checks
     importlib.import_module(f"m3hal_conformance.{_module}")
 #: of a composition: its parts hand each other tensors that the functional definitions make
 _COMPOSED = Impl("", memory="self")
