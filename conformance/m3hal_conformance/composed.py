@@ -141,11 +141,15 @@ def check_layer(runner: Runner, dtype: str) -> Result:
     bound: dict[str, Bound] = {}
     for operator, kind in PARTS.items():
         try:
-            bound[operator] = runner.offer(operator, where[kind], "hnd").bound
+            offer = runner.offer(operator, where[kind], "hnd")
+            if offer.page_map is None:
+                bound[operator] = offer.bound
         except Unsupported:
             continue
     if len(bound) < 2:
-        return Result(name, "layer", dtype, "unsupported", reason="it implements fewer than two operators of the layer")
+        return Result(
+            name, "layer", dtype, "unsupported", reason="it has fewer than two operators of the layer in public pages"
+        )
     calls = {**_references(where), **{op: partial(_call, b, runner.torch_device) for op, b in bound.items()}}
     try:
         layer = map_tensors(make_layer(site, dtype), lambda tensor: tensor.to(runner.torch_device))

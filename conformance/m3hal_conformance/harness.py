@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -57,12 +57,22 @@ class Carved:
 
 
 class Harness:
-    """Runs one bound operator. device: where tensors go; lazy: inputs that are not carved; threads: of torch's CPU."""
+    """Runs one bound operator. device: where tensors go; lazy: inputs that are not carved; threads: of torch's CPU.
+
+    unpacked: of a private page map, the buffer of the same tokens in hnd pages.
+    """
 
     def __init__(
-        self, operator: Operator, bound: Bound, device: torch.device, lazy: tuple[str, ...] = (), threads: int = 1
+        self,
+        operator: Operator,
+        bound: Bound,
+        device: torch.device,
+        lazy: tuple[str, ...] = (),
+        threads: int = 1,
+        unpacked: Callable[[PagedCache], Tensor] | None = None,
     ) -> None:
         self.operator, self.bound, self.device, self.lazy, self.threads = operator, bound, device, lazy, threads
+        self._unpacked = unpacked
         self._statics = operator.static_values(bound.site)
 
     def call(self, inputs: Mapping[str, Any], which: int = 0) -> Outcome:
@@ -79,7 +89,7 @@ class Harness:
         carved = self.carve(inputs, 0, is_guarded=False)
         carved.out = None
         returned = self.run(carved)
-        return named(self.operator, returned, self._mutated(carved)), returned
+        return named(self.operator, returned, self._mutated(carved), self._unpacked), returned
 
     def expected(self, inputs: Mapping[str, Any]) -> Any:
         """Empty outputs as the definition's fake makes them; None for an operator that only mutates."""
@@ -145,7 +155,7 @@ class Harness:
             return self.bound.run(*arguments, **options)
 
     def outcome(self, carved: Carved, inputs: Mapping[str, Any], returned: Any) -> Outcome:
-        found = Outcome(named(self.operator, carved.out, self._mutated(carved)))
+        found = Outcome(named(self.operator, carved.out, self._mutated(carved), self._unpacked))
         before, after = dict(tensors(dict(inputs))), dict(tensors(carved.inputs))
         results = dict(_output_names(self.operator, carved.out))
         for path, tensor in [*after.items(), *results.items()]:
@@ -185,10 +195,18 @@ def torch_threads(count: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def named(operator: Operator, out: Any, mutated: Mapping[str, Any]) -> Named:
-    """Outputs and mutated arguments by name, copied to the CPU."""
+def named(
+    operator: Operator,
+    out: Any,
+    mutated: Mapping[str, Any],
+    unpacked: Callable[[PagedCache], Tensor] | None = None,
+) -> Named:
+    """Outputs and mutated arguments by name, copied to the CPU; caches of private page maps unpacked."""
     found = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _output_names(operator, out)}
     for name, value in mutated.items():
+        if unpacked and isinstance(value, PagedCache):
+            found[f"{name}.buf"] = unpacked(value)
+            continue
         for path, tensor in tensors(value, name):
             if path.endswith("buf"):
                 found[path] = _copied(tensor)

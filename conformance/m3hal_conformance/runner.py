@@ -16,12 +16,14 @@ from torch import Tensor
 
 from m3hal import ops
 from m3hal.dispatch import Bound, Impl, M3halError, Plan, Policy, plan
+from m3hal.layouts import is_private
 from m3hal.ops import SeqMeta
 from m3hal.shape import Site
 from m3hal_conformance.buckets import misfit, sizes
 from m3hal_conformance.case import MAX_TOKENS, Case, make_site, shape_of
 from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.harness import torch_threads
+from m3hal_conformance.page_map import PageMap
 from m3hal_conformance.results import CheckResult, Result
 from m3hal_conformance.tolerance import UncalibratedError
 from m3hal_conformance.trees import tensors
@@ -46,10 +48,14 @@ class Faulty(Unsupported):
 
 @dataclass(frozen=True)
 class Offer:
-    """What a backend has for an operator at a site. impl: what it declares; None for a composition of core ones."""
+    """What a backend has for an operator at a site. impl: what it declares; None for a composition of core ones.
+
+    page_map: that of its caches, where it is private.
+    """
 
     bound: Bound
     impl: Impl | None
+    page_map: PageMap | None = None
 
 
 @dataclass
@@ -99,7 +105,7 @@ class Runner:
         try:
             offer = self.offer(case.operator, case.site, case.layout)
             trial = Trial(case, offer.bound, self.torch_device, offer.impl or _COMPOSED, self.seed)
-            trial.threads = self.threads
+            trial.threads, trial.page_map = self.threads, offer.page_map
             trial.bind_another = partial(self._bind_another, case)
             self._fits(trial)
             checks = tuple(self._check(trial, name) for name in case.checks)
@@ -129,14 +135,28 @@ class Runner:
         return found
 
     def plan(self, operator: str, site: Site, layout: str = "hnd") -> Plan:
-        """The plan that conformance binds from."""
+        """The plan that conformance binds from. Beside hnd, private page maps are allocated, as any engine can."""
+        return self._plan(operator, site, (layout, *(self._private_maps if layout == "hnd" else ())))
+
+    @cached_property
+    def _private_maps(self) -> tuple[str, ...]:
+        """Page maps that only the backend knows, by the manifests of those that are named."""
+        made = self._plan(ops.NAMES[0], make_site("moe", "float32"), ("hnd",))
+        named = [found.manifest for found in made.backends if found.manifest and found.name in self.backend.split(",")]
+        impls = [
+            impl for m in named for several in m.operators.values() if isinstance(several, tuple) for impl in several
+        ]
+        layouts = [kind for impl in impls if isinstance(impl, Impl) for kind in impl.layouts]
+        return tuple(dict.fromkeys(kind for kind in layouts if isinstance(kind, str) and is_private(kind)))
+
+    def _plan(self, operator: str, site: Site, layouts: tuple[str, ...]) -> Plan:
         policy = Policy.resolve({"backend": self.backend}, environ={})
         return plan(
             shape_of(site),
             self.device,
             policy,
             engine={},
-            cache_layouts=(layout,),
+            cache_layouts=layouts,
             operators=(operator,),
             partial=True,
             present=True if self.backend == "reference" else None,
@@ -156,7 +176,16 @@ class Runner:
             bound = made.bind(operator, site.kind)
         except M3halError as error:  # what a factory raises or returns, as a sentence
             raise Faulty("bind", " ".join(str(error).split())) from error
-        return Offer(bound, choice.chosen.impl if choice.chosen else None)
+        kind = made.layouts.get(site.kind, "") if ops.load(operator).group == "cache" else ""
+        page_map = self._page_map(kind, bound, site) if is_private(kind) else None
+        return Offer(bound, choice.chosen.impl if choice.chosen else None, page_map)
+
+    def _page_map(self, kind: str, bound: Bound, site: Site) -> PageMap:
+        """How caches get into private pages, and out of them; raises Faulty when nothing takes them out."""
+        writer = bound if bound.operator == "kv_write" else self.offer("kv_write", site, kind).bound
+        if writer.unpack is None:
+            raise Faulty("bind", f"its page map {kind} is private: the Kernel of its kv_write needs an unpack")
+        return PageMap(kind, writer, self.torch_device)
 
     def _absent(self, made: Plan, operator: str) -> str:
         """Why no implementation was there to be refused."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from m3hal_conformance.compare import Bounds, Score, compare
 from m3hal_conformance.harness import Carved, Harness, Named, Outcome
 from m3hal_conformance.tolerance import CAP, C, bounds_for
 from m3hal_conformance.trees import map_tensors
+
+if TYPE_CHECKING:
+    from m3hal_conformance.page_map import PageMap
 
 
 class Unsupported(Exception):
@@ -43,6 +46,7 @@ class Trial:
     impl: Impl = field(default_factory=lambda: Impl(""))
     seed: int = 0
     threads: int = 1
+    page_map: PageMap | None = None
     #: binds the same operator at another site, with other constants; what it returns is dropped
     bind_another: Callable[[], object] = lambda: None
     #: set when an output was right only thanks to a declared freedom
@@ -60,15 +64,21 @@ class Trial:
 
     @cached_property
     def harness(self) -> Harness:
-        return Harness(self.operator, self.bound, self.device, self.case.lazy, self.threads)
+        unpacked = self.page_map.unpacked if self.page_map else None
+        return Harness(self.operator, self.bound, self.device, self.case.lazy, self.threads, unpacked)
 
     def call(self, inputs: Mapping[str, Any], which: int = 0) -> Outcome:
         """One guarded call, its shapes padded to the implementation's buckets and the padding taken off again."""
         return trimmed(self.operator, self.harness.call(self.given(inputs), which), inputs)
 
     def given(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs as this implementation gets them: padded to its buckets; metadata dense unless it takes views."""
+        """The inputs as this implementation gets them.
+
+        Padded to its buckets; caches in its private pages, if it has such; metadata dense unless it takes views.
+        """
         made = padded(self.operator, inputs, self.impl.buckets)
+        if self.page_map:
+            made = self.page_map.packed(made, self.case.lazy)
         if self.impl.views == "strided":
             return made
         return {

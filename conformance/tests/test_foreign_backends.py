@@ -79,3 +79,46 @@ def test_numpy_example_passes():
     results = Runner("numpy", "cpu").run(select(operators=operators, quick=True))
     assert [f"{r.case} {r.sentence}" for r in results if r.status == "fail"] == []
     assert {r.operator for r in results if r.status == "pass"} == set(operators)
+
+
+@pytest.fixture
+def private(monkeypatch):
+    """Asks the backend with pages of its own."""
+    monkeypatch.syspath_prepend(str(HERE))
+    import m3hal_private
+
+    def run(cases, **factories):
+        register(m3hal_private.manifest(**factories))
+        return Runner("private", "cpu").run(cases)
+
+    yield run
+    unregister("private")
+
+
+def test_private_page_map_passes(private):
+    """Caches are written by its kv_write and read by its unpack; other page maps and formats are unsupported."""
+    written = select(operators=["kv_write", "kv_read", "kv_copy_blocks"], quick=True)
+    read = [f"{name}/{q}" for name in ("sparse_attention", "paged_attention") for q in ("decode", "ragged", "compiled")]
+    results = private(written + select(ids=[*read, "block_scores/mixed", "block_scores/page_boundaries"]))
+    assert [f"{r.case} {r.sentence}" for r in results if r.status == "fail"] == []
+    passed = Counter(result.operator for result in results if result.status == "pass")
+    assert all(passed[name] >= 6 for name in ("kv_write", "kv_read", "kv_copy_blocks"))
+    assert (passed["sparse_attention"], passed["paged_attention"], passed["block_scores"]) == (6, 6, 4)
+    reasons = {result.case: result.reason for result in results if result.status == "unsupported"}
+    assert "private:tiled" in reasons["kv_write/page_boundaries/float32-nhd"]
+
+
+def test_errors_that_a_private_write_and_read_share_are_found(private):
+    """What kv_read gets back is right, but unpack, the third reader, sees where kv_write has put it."""
+    cases = select(operators=["kv_write", "kv_read"], quick=True, layouts=["hnd"])
+    results = private(cases, kv_write="shifted_write", kv_read="shifted_read")
+    status = {(r.operator, r.status) for r in results if r.case.split("/")[1] == "page_boundaries"}
+    assert ("kv_read", "fail") not in status
+    failed = [r for r in results if (r.operator, r.status) == ("kv_write", "fail")]
+    assert {check.name for result in failed for check in result.failed} >= {"oracle", "bytes_decoded"}
+
+
+def test_private_pages_that_nothing_unpacks_are_refused(private):
+    """Without unpack there is no third reader, and no claim."""
+    results = private(select(ids=["kv_write/page_boundaries"]), kv_write="write_only")
+    assert "needs an unpack" in {r.case: r.sentence for r in results}["kv_write/page_boundaries/float32"]

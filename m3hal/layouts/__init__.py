@@ -1,6 +1,6 @@
 """KV-cache page maps as descriptors."""
 
-from m3hal.layouts.paged import CACHE_FORMATS, PAGE_MAPS, KVLayout, LayoutKind, PagedCache, page_map
+from m3hal.layouts.paged import CACHE_FORMATS, PAGE_MAPS, KVLayout, LayoutKind, PagedCache, is_private, page_map
 from m3hal.layouts.transfer import BlockRow, PagedRows, convert, pack, unpack
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "PagedCache",
     "PagedRows",
     "convert",
+    "is_private",
     "pack",
     "page_map",
     "unpack",

@@ -23,17 +23,25 @@ CACHE_FORMATS: Mapping[str, tuple[LayoutKind, ...]] = {
     **dict.fromkeys(("nvfp4", "mxfp4"), ("msa_slot", "planar")),
 }
 
+
+def is_private(kind: str) -> bool:
+    """Whether a page map is one that only its vendor knows: those are called ``vendor:name``."""
+    return ":" in kind
+
+
 #: tokens whose value scales lie interleaved in nvfp4 pages, as Blackwell's matrix instructions read them
 QUAD = 4
 
 
-def page_map(format: str, preferred: str) -> LayoutKind:
-    """The preferred page map where a format has it, else the format's first.
+def page_map(format: str, preferred: str) -> str:
+    """The preferred page map where a format has it, else the format's first; a private one has every format.
 
     So the caches of one layer get theirs from the one layout that a plan names for the layer: beside an nvfp4 main
     cache in msa_slot, bf16 index keys lie in hnd.
     """
     kinds = CACHE_FORMATS[format]
+    if is_private(preferred):
+        return preferred
     return next((kind for kind in kinds if kind == preferred), kinds[0])
 
 
@@ -46,12 +54,13 @@ class KVLayout:
         slot is the codes of all tokens, then their scales; ``planar``: the codes of all heads' keys, their scales, the
         codes of the values, their scales.
         Key scales are [token, group]; value scales [token // 4, group, token % 4].
+        A private one, ``vendor:name``, orders a page's elements as its vendor's kernels alone know.
     width: elements per token and head; ``dim`` for the index cache, ``2 * dim`` with values (keys first).
 
     Raises ValueError when the format has no such page map, or dim or page_size don't fit it.
     """
 
-    kind: LayoutKind
+    kind: str
     format: str
     page_size: int
     heads: int
@@ -63,7 +72,7 @@ class KVLayout:
         kinds = CACHE_FORMATS.get(self.format)
         if kinds is None or (self.format == "mxfp4" and self.has_values):
             raise ValueError(f"no cache holds {self.format}{' values' if kinds else ''}; take fp8_e4m3 or nvfp4")
-        if self.kind not in kinds:
+        if self.kind not in kinds and not is_private(self.kind):
             raise ValueError(f"{self.format} pages are {' or '.join(kinds)}, not {self.kind}")
         if self.spec.group and self.page_size % QUAD:
             raise ValueError(f"{self.format} pages hold a multiple of {QUAD} tokens, not {self.page_size}")
@@ -88,12 +97,19 @@ class KVLayout:
         """2 with values, else 1."""
         return 2 if self.has_values else 1
 
+    def check_public(self) -> None:
+        """Raises ValueError for a private page map, which nobody but its vendor's kernels can read or write."""
+        if is_private(self.kind):
+            raise ValueError(f"{self.kind} is a private page map; only the kernels of its backend read and write it")
+
     def page_shape(self) -> tuple[int, ...]:
         """Shape of one page in the buffer."""
         if self.kind == "hnd":
             return (self.heads, self.page_size, self.width)
         if self.kind == "nhd":
             return (self.page_size, self.heads, self.width)
+        if is_private(self.kind):
+            return (self.page_bytes() // self.dtype.itemsize,)
         if self.kind == "msa_slot":
             return (self.heads * self.parts, self.page_size, self._vector_bytes)
         return (self.page_bytes(),)
@@ -154,4 +170,5 @@ class PagedCache:
     def _by_head(self) -> torch.Tensor:
         if self.layout.format not in PLAIN_FORMATS:
             raise ValueError(f"a {self.layout.format} cache has no plain view; read it with kv_read")
+        self.layout.check_public()
         return self.buf if self.layout.kind == "hnd" else self.buf.transpose(1, 2)

@@ -54,6 +54,7 @@ class Stored:
 def stored(cache: PagedCache, part: Part) -> Stored:
     """The views of a cache's keys or values. Raises ValueError for the values of an index cache."""
     layout = cache.layout
+    layout.check_public()
     if part == "v" and not layout.has_values:
         raise ValueError("this cache holds index keys only; it has no values")
     global_scale = cache.k_scale if part == "k" else cache.v_scale

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from m3hal.layouts import KVLayout, PagedCache
+from m3hal.layouts import KVLayout, PagedCache, page_map
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("hnd", (2, 16, 48)), ("nhd", (16, 2, 48))])
@@ -50,6 +50,19 @@ def test_quantised_bytes_have_no_plain_view():
     """They are read with kv_read, and the message says it."""
     with pytest.raises(ValueError, match="kv_read"):
         _ = KVLayout("msa_slot", "nvfp4", 4, 1, 16, True).empty(1).k
+
+
+def test_private_pages_are_their_vendors_alone():
+    """A page has the bytes of any other, in no order that m3hal knows; reading them names who can."""
+    private, public = (KVLayout(kind, "bfloat16", 16, 2, 8, True) for kind in ("acme:tiled", "hnd"))
+    cache = private.empty(3)
+    assert cache.buf.nbytes == public.empty(3).buf.nbytes
+    assert cache.buf.shape == (3, 16 * 2 * 16)
+    with pytest.raises(ValueError, match="acme:tiled is a private page map"):
+        _ = cache.k
+    with pytest.raises(ValueError, match="pages are hnd or nhd, not tiled"):
+        KVLayout("tiled", "bfloat16", 16, 2, 8, True)
+    assert page_map("nvfp4", "acme:tiled") == "acme:tiled"
 
 
 def test_unknown_formats_are_refused():
