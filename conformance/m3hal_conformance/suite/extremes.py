@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from m3hal.layouts import PagedCache
+from m3hal.layouts.stored import stored
 from m3hal.ops import ExpertWeights
 from m3hal.ops.rope_partial import rope_table
 from m3hal_conformance.case import MAX_TOKENS, Case, Inputs, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
 from m3hal_conformance.suite._paged import Lengths, kv_layout
+from m3hal_conformance.suite._paged import empty as empty_cache
 from m3hal_conformance.suite.attention import _few
 from m3hal_conformance.suite.attention import _inputs as attention
 from m3hal_conformance.suite.experts import _hot, _logits, _moe_inputs, _spread
@@ -26,6 +28,8 @@ from m3hal_conformance.suite.indexer import _needles as needles
 from m3hal_conformance.suite.insert import _inputs as insert
 from m3hal_conformance.suite.kv_cache import _copy, _read, _write
 from m3hal_conformance.suite.ranking import NAN, ONE, VISIBLE, _mostly_nan, _normal, _scores, _sharded
+from m3hal_conformance.suite.stored_caches import MAIN, SLOTS, _in_maps, _ties
+from m3hal_conformance.suite.stored_caches import _write as _write_stored
 
 P = 128
 Make = Callable[[Rng, Site], Inputs]
@@ -154,6 +158,35 @@ def _caches() -> list[Case]:
         *ask("kv_copy_blocks", "page_16", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)])), page_size=16, bugs=("F25",),
              quick=True, **one),
     ]  # fmt: skip
+
+
+def _ties_of_the_format(rng: Rng, site: Site, kind: str) -> Inputs:
+    """Numbers half-way between two codes once they are divided by the global scale, here a power of two."""
+    inputs = _write_stored(SLOTS, _ties)(rng, site, kind)
+    powers = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor(4.0)}
+    return {**inputs, "cache": replace(inputs["cache"], **powers)}
+
+
+def _all_codes(rng: Rng, site: Site, kind: str) -> Inputs:
+    """Every byte that is no NaN, as a code; scales from the whole of their range, the largest and smallest too."""
+    layout = kv_layout(site, kind)
+    cache = empty_cache(layout, 2, rng)
+    highest = 0x79 if site.kv_format == "fp8_e4m3_240" else 0x7F
+    cache.buf.copy_((torch.arange(cache.buf.numel()) % highest).view(cache.buf.shape))
+    cache.buf.bitwise_or_(rng.integers(0, 2, *cache.buf.shape).to(torch.uint8) << 7)
+    for part in ("k", "v") if layout.spec.group else ():
+        scales = stored(cache, part).scales
+        assert scales is not None
+        scales.copy_(rng.integers(0, 0x7F, *scales.shape))
+    return {"cache": cache, "slots": torch.arange(2 * P)}
+
+
+def _stored_caches() -> list[Case]:
+    two: dict[str, Any] = {"tensor_parallel": 2, "quick": True}
+    return [
+        *_in_maps("kv_write", "exact_ties", _ties_of_the_format, MAIN, bugs=("F56", "F73"), **two),
+        *_in_maps("kv_read", "all_codes", _all_codes, MAIN, bugs=("F56",), **two),
+    ]
 
 
 def _lengths_of(seed_of: Rng, page: int) -> Lengths:
@@ -349,4 +382,4 @@ def _largest_insert(rng: Rng, site: Site) -> Inputs:
     return insert([padded[i] for i in order], positions)(rng, site)
 
 
-CASES = [*_rows(), *_caches(), *_attention(), *_indexer(), *_ranking(), *_experts(), *_inserted()]
+CASES = [*_rows(), *_caches(), *_stored_caches(), *_attention(), *_indexer(), *_ranking(), *_experts(), *_inserted()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from m3hal_broken_zoo import attending, expert, paged, rows, selection, stored
+from m3hal_broken_zoo import attending, expert, hostile, paged, quantised, rows, selection, stored
 from m3hal_broken_zoo._zoo import MUTANTS, Mutant
 
-__all__ = ["MUTANTS", "Mutant", "attending", "expert", "paged", "rows", "selection", "stored"]
+__all__ = ["MUTANTS", "Mutant", "attending", "expert", "hostile", "paged", "quantised", "rows", "selection", "stored"]

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from m3hal_conformance.case import DTYPES
+
 from m3hal import ops
 from m3hal.dispatch import Impl, Kernel, Manifest
 from m3hal.layouts import PAGE_MAPS
@@ -20,6 +22,7 @@ class Mutant:
     """A wrong implementation.
 
     killed_by: ``case:check``, the case without operator and format. bug: the public case it comes from, if any.
+    formats: of activations, in which it is wrong.
     """
 
     operator: str
@@ -28,6 +31,7 @@ class Mutant:
     killed_by: str
     bug: str
     sentence: str
+    formats: tuple[str, ...] = DTYPES
 
     @property
     def backend(self) -> str:
@@ -51,11 +55,11 @@ MUTANTS: list[Mutant] = []
 
 
 def mutant(
-    operator: str, killed_by: str, bug: str = "", *, raw: bool = False
+    operator: str, killed_by: str, bug: str = "", *, raw: bool = False, formats: tuple[str, ...] = DTYPES
 ) -> Callable[[Callable[..., Any]], Factory]:
     """Registers ``function(site, right)``, which returns the wrong callable; ``right`` is the definition at the site.
 
-    raw: the callable handles ``out=`` itself, or is a Kernel.
+    raw: the callable handles ``out=`` itself, or is a Kernel. formats: see :class:`Mutant`.
     """
 
     def register(function: Callable[..., Any]) -> Factory:
@@ -64,8 +68,9 @@ def mutant(
             return wrong if raw or isinstance(wrong, Kernel) else with_out(wrong)
 
         factory.__name__, factory.__module__ = function.__name__, function.__module__
+        factory.__wrapped__ = function  # type: ignore[attr-defined]  # its source is the mutant's
         name = function.__name__.removeprefix(f"{operator}_")
-        MUTANTS.append(Mutant(operator, name, factory, killed_by, bug, (function.__doc__ or "").strip()))
+        MUTANTS.append(Mutant(operator, name, factory, killed_by, bug, (function.__doc__ or "").strip(), formats))
         return factory
 
     return register

@@ -1,20 +1,40 @@
-"""The kill matrix: which check of which case rejects which mutant. ``python -m m3hal_broken_zoo.matrix`` prints it."""
+"""The kill matrix: which check of which case rejects which mutant.
+
+``python -m m3hal_broken_zoo.matrix --write [operator ...]`` asks every mutant every case of its operator and writes the
+result into ``kill_matrix.json``; twenty minutes on one core for all operators. Without ``--write`` it only prints.
+"""
 
 from __future__ import annotations
 
 import argparse
+import copy
+import hashlib
+import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from m3hal_conformance.case import Case
+from m3hal_conformance.case import Case, Rng, case_set_hash
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import select
 
+from m3hal import ops
 from m3hal.dispatch import register, unregister
+from m3hal.shape import Site
 from m3hal_broken_zoo import MUTANTS, Mutant
+
+PATH = Path(__file__).with_name("kill_matrix.json")
+COMMAND = "python -m m3hal_broken_zoo.matrix --write"
+#: asked on devices that capture graphs
+CAPTURED = ("no_host_sync", "graph_replay")
+#: of one mutant: check -> names of the cases, without format and page map, in which it fails
+Kills = dict[str, list[str]]
 
 
 @contextmanager
@@ -27,59 +47,161 @@ def installed(mutant: Mutant) -> Iterator[Runner]:
         unregister(mutant.backend)
 
 
-def kills(mutant: Mutant, cases: Iterable[Case]) -> set[str]:
-    """``case:check`` of every check that the mutant fails; the case with its format."""
+@dataclass
+class Kept:
+    """A case's ``make`` whose inputs are drawn once and copied for each mutant, strides and sharing included."""
+
+    make: Callable[[Rng, Site], dict[str, Any]]
+    drawn: dict[tuple[int, int, str], dict[str, Any]] = field(default_factory=dict)
+
+    def __call__(self, rng: Rng, site: Site) -> dict[str, Any]:
+        key = (rng.generator.initial_seed(), rng.page_generator.initial_seed(), repr(rng.stale))
+        if key not in self.drawn:
+            self.drawn[key] = self.make(rng, site)
+        return copy.deepcopy(self.drawn[key])
+
+
+def failed_checks(runner: Runner, case: Case) -> set[str]:
+    """The names of the checks of a case that the runner's mutant fails."""
     torch.manual_seed(0)
-    found = set()
-    with installed(mutant) as runner:
-        for case in cases:
-            result = runner.run_case(case)
-            assert result.status in ("pass", "fail"), f"{mutant.backend}: {case.id} is {result.status}: {result.reason}"
-            found |= {f"{case.id.partition('/')[2]}:{check.name}" for check in result.failed}
+    result = runner.run_case(case)
+    if result.status == "unsupported" and case.checks != CAPTURED:
+        print(f"{runner.backend}: {case.id} is unsupported: {result.reason}", file=sys.stderr)
+    return {check.name for check in result.failed}
+
+
+def name_of(case: Case) -> str:
+    """A case without operator, format and page map."""
+    return case.id.split("/")[1]
+
+
+def is_huge(case: Case) -> bool:
+    """Whether a case has a cache of gigabytes."""
+    return "beyond_31_bits" in case.id
+
+
+def measure(mutants: Sequence[Mutant], cases: Iterable[Case]) -> dict[str, Kills]:
+    """Every mutant in every case; oracles and inputs are made once per case, for all mutants."""
+    found: dict[str, dict[str, dict[str, None]]] = {mutant.backend: {} for mutant in mutants}
+    runners = {mutant.backend: Runner(mutant.backend, "cpu") for mutant in mutants}
+    for case in cases:
+        kept = case if case.lazy else replace(case, make=Kept(case.make))
+        for mutant in mutants:
+            if is_huge(case) and name_of(case) not in mutant.killed_by:
+                continue  # it may touch the whole of a cache that lies in gigabytes of untouched memory
+            register(mutant.manifest())
+            try:
+                for check in failed_checks(runners[mutant.backend], kept):
+                    found[mutant.backend].setdefault(check, {})[name_of(case)] = None
+            finally:
+                unregister(mutant.backend)
+    return {backend: {check: list(names) for check, names in sorted(kills.items())} for backend, kills in found.items()}
+
+
+def cases_named(mutant: Mutant, cell: str) -> tuple[Case, ...]:
+    """The cases of a cell ``case:check``, in every format and page map, with that check only."""
+    name, _, check = cell.partition(":")
+    return tuple(
+        replace(case, checks=(check,))
+        for case in select(ids=[f"{mutant.operator}/{name}"])
+        if check in (*case.checks, "bind")
+    )
+
+
+def cells(kills: Kills) -> set[str]:
+    """The cells ``case:check`` of a mutant's row."""
+    return {f"{name}:{check}" for check, names in kills.items() for name in names}
+
+
+def committed() -> dict[str, Any]:
+    """The matrix as it was last measured."""
+    found: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"cases": {}, "mutants": {}}
     return found
 
 
-def named_cases(mutant: Mutant) -> tuple[Case, ...]:
-    """The cases that the mutant's ``killed_by`` names, in every format and layout."""
-    return select(ids=[f"{mutant.operator}/{mutant.killed_by.partition(':')[0]}"])
+def row_hash(mutant: Mutant) -> str:
+    """12 hexadecimal digits over a mutant's source, the check that it names included."""
+    return hashlib.sha256(inspect.getsource(mutant.factory).encode()).hexdigest()[:12]
 
 
-def cases_for(mutant: Mutant) -> tuple[Case, ...]:
-    """The small cases of the mutant's operator, and the one it names."""
-    return tuple(dict.fromkeys((*named_cases(mutant), *select(operators=[mutant.operator], quick=True))))
+def asked(cases: Sequence[Case]) -> dict[str, Any]:
+    """What a part of the matrix was measured with."""
+    return {"hash": case_set_hash(cases), "ids": [case.id.partition("/")[2] for case in cases]}
 
 
-def by_name(mutant: Mutant, found: Iterable[str]) -> set[str]:
-    """The formats in which the named check of the named case killed it."""
-    case, _, check = mutant.killed_by.partition(":")
-    return {
-        kill.split("/")[1].split(":")[0] for kill in found if kill.startswith(f"{case}/") and kill.endswith(f":{check}")
-    }
+def stale(matrix: Mapping[str, Any], operator: str) -> list[str]:
+    """Why an operator's part of a matrix no longer holds, as sentences.
+
+    Cases that were added since can only kill more, so they make nothing stale; the slow test measures with them.
+    """
+    part = matrix["cases"].get(operator, {"hash": "", "ids": []})
+    now = {case.id.partition("/")[2]: case for case in select(operators=[operator])}
+    found = [f"{operator}/{name} is gone" for name in part["ids"] if name not in now]
+    if not found and case_set_hash([now[name] for name in part["ids"]]) != part["hash"]:
+        found.append(f"a case of {operator} asks something else")
+    mutants = {mutant.backend: mutant for mutant in MUTANTS if mutant.operator == operator}
+    for backend, mutant in mutants.items():
+        row = matrix["mutants"].get(backend)
+        if row is None or row["hash"] != row_hash(mutant):
+            found.append(f"{backend} is {'new' if row is None else 'another one'}")
+    return found
 
 
-def main() -> None:
-    """Every mutant of some operators against every case of its operator, as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("operators", nargs="*")
-    parser.add_argument("--named", action="store_true", help="only the case that each mutant names")
-    options = parser.parse_args()
-    table = {}
-    for mutant in MUTANTS:
-        if options.operators and mutant.operator not in options.operators:
-            continue
-        cases = named_cases(mutant) if options.named else cases_for(mutant)
-        found = kills(mutant, cases)
-        named = by_name(mutant, found)
-        formats = {case.format + ("-nhd" if case.layout == "nhd" else "") for case in named_cases(mutant)}
-        note = "" if named else "  NOT KILLED BY ITS NAME" if found else "  SURVIVES"
-        missing = sorted(formats - named)
+def update(matrix: dict[str, Any], operator: str) -> None:
+    """Measures an operator's part anew and puts it in its place."""
+    mutants = [mutant for mutant in MUTANTS if mutant.operator == operator]
+    cases, start = select(operators=[operator]), time.perf_counter()
+    rows = measure(mutants, cases)
+    for backend in [name for name, row in matrix["mutants"].items() if row["operator"] == operator]:
+        del matrix["mutants"][backend]
+    for mutant in mutants:
+        matrix["mutants"][mutant.backend] = {
+            "operator": operator, "hash": row_hash(mutant), "named": mutant.killed_by, "kills": rows[mutant.backend],
+        }  # fmt: skip
+    matrix["cases"][operator] = asked(cases)
+    _report(operator, rows, time.perf_counter() - start)
+
+
+def _report(operator: str, rows: Mapping[str, Kills], seconds: float) -> None:
+    print(f"{operator}: {len(rows)} mutants, {seconds:.0f} s", file=sys.stderr)
+    for backend, kills in rows.items():
+        named = next(mutant.killed_by for mutant in MUTANTS if mutant.backend == backend)
+        found = cells(kills)
+        note = "SURVIVES" if not found else "NOT KILLED BY ITS NAME" if named not in found else ""
+        note = note or ("by one check only" if len(found) == 1 else "")
         print(
-            f"{mutant.backend:60} {mutant.killed_by:40} kills {len(found):3} missing {missing}{note}",
+            f"  {backend:60} {named:40} {len(found):4} cells, {len(kills):2} checks  {note}",
             file=sys.stderr,
             flush=True,
         )
-        table[mutant.backend] = sorted(found)
-    print(json.dumps(table, indent=1))
+
+
+def main() -> None:
+    """Measures the mutants of some operators, or of all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("operators", nargs="*", help="all when none is named")
+    parser.add_argument("--write", action="store_true", help=f"into {PATH.name}")
+    parser.add_argument("--stale", action="store_true", help="only operators whose part no longer holds")
+    options = parser.parse_args()
+    matrix = committed()
+    for operator in options.operators or ops.NAMES:
+        if options.stale and not stale(matrix, operator):
+            continue
+        update(matrix, operator)
+        if options.write:
+            matrix = {"command": COMMAND, "torch": torch.__version__, **{k: matrix[k] for k in ("cases", "mutants")}}
+            PATH.write_text(_text(matrix))
+
+
+def _text(matrix: Mapping[str, Any]) -> str:
+    """JSON with one mutant a line, so that a difference reads."""
+    rows = {key: matrix[key] for key in ("command", "torch")}
+    head = json.dumps(rows, indent=1)[:-2]
+    parts = []
+    for name in ("cases", "mutants"):
+        lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(matrix[name].items()))
+        parts.append(f' "{name}": {{\n{lines}\n }}')
+    return head + ",\n" + ",\n".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":
