@@ -1,5 +1,8 @@
-"""The manual's examples run: a block after `<!-- runnable -->` must succeed, and print what a block after
-`<!-- prints -->` shows (`...` stands for anything)."""
+"""The manual's examples run. A block after `<!-- runnable -->` must succeed, one after `<!-- fails -->` must end with
+exit code 1; both print what a block after `<!-- prints -->` shows (`...` stands for anything).
+
+A page that has files (`<!-- file: path -->`) is a tutorial: its shell blocks run in an empty folder, with an
+environment to install into."""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
-BLOCK = re.compile(r"^<!-- (runnable|prints) -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^<!-- (file: \S+|runnable|fails|prints) -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass
 class Block:
+    mark: str
     language: str
     code: str
     prints: str = ""
@@ -32,10 +36,10 @@ def blocks(text: str) -> list[Block]:
     """The runnable blocks of a page, each with the output that is shown for it."""
     found: list[Block] = []
     for mark, language, body in BLOCK.findall(text):
-        if mark == "runnable":
-            found.append(Block(language, body))
-        else:
+        if mark == "prints":
             found[-1].prints = body
+        else:
+            found.append(Block(mark, language, body))
     return found
 
 
@@ -43,11 +47,20 @@ RUNNABLE = [page for page in PAGES if blocks(page.read_text())]
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_examples_run(page: Path) -> None:
-    """Every runnable block of a page, in order; its Python blocks share one namespace, as they do for a reader."""
-    namespace: dict[str, Any] = {}
-    for block in blocks(page.read_text()):
-        output = run_python(block.code, namespace) if block.language == "python" else run_shell(block.code)
+def test_examples_run(page: Path, request: pytest.FixtureRequest) -> None:
+    """Every block of a page, in order; its Python blocks share one namespace, as they do for a reader."""
+    steps, namespace = blocks(page.read_text()), dict[str, Any]()
+    is_tutorial = any(block.mark.startswith("file: ") for block in steps)
+    workplace = request.getfixturevalue("workplace") if is_tutorial else None
+    for block in steps:
+        if block.mark.startswith("file: "):
+            (workplace.folder / block.mark.removeprefix("file: ")).write_text(block.code)
+            continue
+        if block.language == "python":
+            output = run_python(block.code, namespace)
+        else:
+            code, output = workplace.shell(block.code) if workplace else run_shell(block.code)
+            assert code == (1 if block.mark == "fails" else 0), f"{block.code}\n{output}"
         missing = first_missing(block.prints, output)
         assert missing is None, f"{page.name} promises {missing!r}; this was printed:\n{output}"
 
@@ -70,13 +83,12 @@ def run_python(code: str, namespace: dict[str, Any]) -> str:
     return output.getvalue()
 
 
-def run_shell(code: str) -> str:
+def run_shell(code: str) -> tuple[int, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("M3HAL_")} | {"PATH": path}
     command = ["bash", "-euo", "pipefail", "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0, f"{code}\n{done.stdout}"
-    return done.stdout
+    return done.returncode, done.stdout
 
 
 def first_missing(promised: str, printed: str) -> str | None:
