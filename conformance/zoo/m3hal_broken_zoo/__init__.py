@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from m3hal_broken_zoo import attending, expert, hostile, paged, quantised, rows, selection, stored
+from m3hal_broken_zoo import attending, expert, hostile, inserted, paged, quantised, rows, selection, stored
 from m3hal_broken_zoo._zoo import MUTANTS, Mutant
 
-__all__ = ["MUTANTS", "Mutant", "attending", "expert", "hostile", "paged", "quantised", "rows", "selection", "stored"]
+__all__ = [
+    "MUTANTS",
+    "Mutant",
+    "attending",
+    "expert",
+    "hostile",
+    "inserted",
+    "paged",
+    "quantised",
+    "rows",
+    "selection",
+    "stored",
+]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from m3hal_conformance.case import DTYPES
@@ -22,7 +23,8 @@ class Mutant:
     """A wrong implementation.
 
     killed_by: ``case:check``, the case without operator and format. bug: the public case it comes from, if any.
-    formats: of activations, in which it is wrong.
+    formats: of activations, in which it is wrong. declares: fields of its Impl; a mutant is opaque to torch.compile and
+    allocates for itself, unless it says otherwise, so that only what is wrong with it counts.
     """
 
     operator: str
@@ -32,6 +34,7 @@ class Mutant:
     bug: str
     sentence: str
     formats: tuple[str, ...] = DTYPES
+    declares: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def backend(self) -> str:
@@ -40,7 +43,8 @@ class Mutant:
 
     def manifest(self) -> Manifest:
         layouts = PAGE_MAPS if ops.load(self.operator).group == "cache" else ()
-        impl = Impl(f"{self.factory.__module__}:{self.factory.__name__}", layouts=layouts, memory="self")
+        declared = {"memory": "self", "traceable": False, **self.declares}
+        impl = Impl(f"{self.factory.__module__}:{self.factory.__name__}", layouts=layouts, **declared)
         return Manifest(
             name=self.backend,
             vendor="m3hal broken zoo",
@@ -55,11 +59,17 @@ MUTANTS: list[Mutant] = []
 
 
 def mutant(
-    operator: str, killed_by: str, bug: str = "", *, raw: bool = False, formats: tuple[str, ...] = DTYPES
+    operator: str,
+    killed_by: str,
+    bug: str = "",
+    *,
+    raw: bool = False,
+    formats: tuple[str, ...] = DTYPES,
+    declares: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[[Callable[..., Any]], Factory]:
     """Registers ``function(site, right)``, which returns the wrong callable; ``right`` is the definition at the site.
 
-    raw: the callable handles ``out=`` itself, or is a Kernel. formats: see :class:`Mutant`.
+    raw: the callable handles ``out=`` itself, or is a Kernel. formats, declares: see :class:`Mutant`.
     """
 
     def register(function: Callable[..., Any]) -> Factory:
@@ -70,7 +80,9 @@ def mutant(
         factory.__name__, factory.__module__ = function.__name__, function.__module__
         factory.__wrapped__ = function  # type: ignore[attr-defined]  # its source is the mutant's
         name = function.__name__.removeprefix(f"{operator}_")
-        MUTANTS.append(Mutant(operator, name, factory, killed_by, bug, (function.__doc__ or "").strip(), formats))
+        MUTANTS.append(
+            Mutant(operator, name, factory, killed_by, bug, (function.__doc__ or "").strip(), formats, declares)
+        )
         return factory
 
     return register

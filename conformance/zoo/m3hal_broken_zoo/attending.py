@@ -145,6 +145,17 @@ def sparse_attention_drops_a_block(site, right):
     return run
 
 
+@mutant("sparse_attention", "few_of_many:oracle")
+def sparse_attention_next_block(site, right):
+    """Ids count from one: each block before the newest is taken for the one after it."""
+
+    def run(q, kv, ids, meta):
+        newest = (meta.positions(len(q)) // site.block_size)[:, None, None]
+        return right(q, kv, torch.where((ids >= 0) & (ids < newest - 1), ids + 1, ids).int(), meta)
+
+    return run
+
+
 @mutant("sparse_attention", "ends:oracle")
 def sparse_attention_misses_last_key(site, right):
     """The newest key is hidden when there are others."""
@@ -255,8 +266,8 @@ def sparse_attention_noise(site, right):
 
 
 @mutant("sparse_attention", "decode:overwritten", "F34")
-def sparse_attention_keeps_lengths(site, right):
-    """Lengths and tables are read once for an address, as a captured plan would."""
+def sparse_attention_keeps_tables(site, right):
+    """Block tables are read once for an address, as a captured plan would."""
     seen: dict[Any, Any] = {}
 
     def run(q, kv, ids, meta):

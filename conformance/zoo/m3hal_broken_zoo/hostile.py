@@ -345,6 +345,46 @@ def route_topk_counter_overflows(site, right):
     return run
 
 
+# --- that an engine can't use
+
+
+@mutant("rms_norm", "compiled:compiled", "F84", declares={"traceable": True})
+def rms_norm_reads_a_number(site, right):
+    """It says that torch.compile may look inside, and asks a tensor for its largest element."""
+    return lambda x, weight: right(x, weight) if not len(x) or float(x.abs().max()) >= 0 or True else x
+
+
+@mutant("add_rms_norm", "compiled:compiled", "F84", declares={"traceable": True})
+def add_rms_norm_specialises(site, right):
+    """It says that torch.compile may look inside, and branches on the number of tokens, to the same end."""
+
+    def run(x, residual, weight):
+        if len(x) % 8 == 0:  # a kernel of whole tiles
+            return right(x + 0, residual, weight)
+        return right(x, residual, weight)
+
+    return run
+
+
+@mutant("swiglu_oai", "allocation:allocation", declares={"memory": "caller"})
+def swiglu_oai_hides_its_memory(site, right):
+    """It says that the caller allocates everything, and allocates an fp32 copy."""
+    return lambda x: right(x.float().to(x.dtype))
+
+
+@mutant("linear", "allocation:allocation")
+def linear_keeps_every_result(site, right):
+    """A list of the results grows with each call."""
+    kept: list[Tensor] = []
+
+    def run(x, weight):
+        made = right(x, weight)
+        kept.append(made.clone())
+        return made
+
+    return run
+
+
 # --- that recognise a test
 
 

@@ -282,6 +282,11 @@ def add_rms_norm_residual_unwritten(site, right):
 # --- linear
 
 
+def plain(wrong: Any, right: Any) -> Any:
+    """``wrong`` for a plain weight, the definition for one in a storage format."""
+    return lambda x, weight: (wrong if isinstance(weight, Tensor) else right)(x, weight)
+
+
 @mutant("linear", "growing_sum:oracle")
 def linear_bf16_accumulation(site, right):
     """Partial sums over steps of 64 are kept in bf16."""
@@ -293,7 +298,7 @@ def linear_bf16_accumulation(site, right):
             total = (total.float() + part).bfloat16()
         return total.to(x.dtype)
 
-    return run
+    return plain(run, right)
 
 
 @mutant("linear", "k_416:oracle", "F59")
@@ -304,7 +309,7 @@ def linear_drops_tail_of_k(site, right):
         whole = x.shape[1] // 128 * 128 or x.shape[1]
         return right(x[:, :whole], weight[:, :whole])
 
-    return run
+    return plain(run, right)
 
 
 @mutant("linear", "rows_alone:oracle")
@@ -325,6 +330,8 @@ def linear_last_columns_unwritten(site, right):
     """The last columns of N are not written when N is no multiple of 16."""
 
     def run(x, weight, out=None):
+        if not isinstance(weight, Tensor):
+            return right(x, weight, out=out)
         result = torch.empty(len(x), len(weight), dtype=x.dtype) if out is None else out
         whole = len(weight) // 16 * 16
         result[:, :whole] = right(x, weight[:whole])
@@ -336,13 +343,17 @@ def linear_last_columns_unwritten(site, right):
 @mutant("linear", "one_token:oracle", "F32")
 def linear_one_token_path(site, right):
     """The path for one token stops one tile of 64 early."""
-    return lambda x, weight: right(x[:, :-64], weight[:, :-64]) if len(x) == 1 and x.shape[1] > 64 else right(x, weight)
+
+    def run(x, weight):
+        return right(x[:, :-64], weight[:, :-64]) if len(x) == 1 and x.shape[1] > 64 else right(x, weight)
+
+    return plain(run, right)
 
 
 @mutant("linear", "square:oracle")
 def linear_transposed_when_square(site, right):
     """A square weight is taken for its transpose."""
-    return lambda x, weight: right(x, weight.T if weight.shape[0] == weight.shape[1] else weight)
+    return plain(lambda x, weight: right(x, weight.T if weight.shape[0] == weight.shape[1] else weight), right)
 
 
 @mutant("linear", "one_bad_row:oracle", "F28")
@@ -366,7 +377,7 @@ def linear_assumes_contiguous(site, right):
 @mutant("linear", "transposed:oracle", "F65")
 def linear_assumes_dense_weight(site, right):
     """The weight is read as if it were contiguous."""
-    return lambda x, weight: right(x, dense(weight))
+    return plain(lambda x, weight: right(x, dense(weight)), right)
 
 
 @mutant("linear", "k_384:oracle")
@@ -391,6 +402,11 @@ def linear_no_token(site, right):
 
 def _truncated(x: Tensor) -> Tensor:
     return (x.float().view(torch.int32) & -65536).view(torch.float32)
+
+
+def column_major(tensor: Tensor) -> Tensor:
+    """The same numbers, their last axis strided where there is another."""
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def _requantized(right, edit):
@@ -443,8 +459,8 @@ def quantize_aliases_input(site, right):
     def run(x):
         made = right(x)
         if made.data.dtype != x.dtype:
-            return QTensor(made.data.T.contiguous().T, made.spec)
-        return QTensor(x.T.contiguous().T, made.spec)
+            return QTensor(column_major(made.data), made.spec)
+        return QTensor(column_major(x), made.spec)
 
     return run
 
