@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m3hal.formats import QTensor
 from m3hal.layouts import PagedCache
-from m3hal.ops import Operator, SeqMeta
+from m3hal.ops import ExpertWeights, Operator, SeqMeta
 from m3hal_conformance.bounds import bits
 from m3hal_conformance.harness import Outcome
 
@@ -36,13 +37,15 @@ def misfit(operator: Operator, inputs: Mapping[str, Any], buckets: Buckets) -> s
 
 
 def sizes(operator: Operator, inputs: Mapping[str, Any]) -> dict[str, int]:
-    """tokens, requests, pages and context of inputs, where they have them."""
+    """tokens, requests, pages, context and resident experts of inputs, where they have them."""
     found: dict[str, int] = {}
     for name, value in inputs.items():
         if isinstance(value, SeqMeta):
             found |= {"requests": len(value.seq_lens), "context": value.max_k}
         elif isinstance(value, PagedCache):
             found["pages"] = max(found.get("pages", 0), len(value.buf))
+        elif isinstance(value, ExpertWeights):
+            found["experts"] = (value.w13.data if isinstance(value.w13, QTensor) else value.w13).shape[0]
         elif isinstance(value, Tensor) and _is_token_axis(operator, name):
             found["tokens"] = len(value)
     return found

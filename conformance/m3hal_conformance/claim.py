@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,10 @@ import torch
 from m3hal import ops
 from m3hal.dispatch import Impl
 from m3hal.dispatch.devices import detect
-from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.levels import digest
 from m3hal_conformance.case import Case, case_set_hash
 from m3hal_conformance.results import Result, counts
-from m3hal_conformance.runner import Runner, Unsupported
+from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import all_cases, select
 
 CLAIM_VERSION = 1
@@ -56,7 +53,7 @@ def make_claim(
         "backend": runner.backend,
         "distribution": _distribution(runner, implementations),
         "device": runner.device,
-        "environment": environment(runner.device),
+        "environment": {**environment(runner.device), **runner.libraries()},
         "suite": {
             "version": _version("m3hal-conformance"),
             "case_set": case_set_hash(cases),
@@ -65,6 +62,8 @@ def make_claim(
         },
         "seed": runner.seed,
         "executor": "in-process",
+        "threads": runner.threads,
+        "largest": largest(results),
         "implementations": {
             operator: {identity: _described(runner, case) for identity, case in found.items()}
             for operator, found in implementations.items()
@@ -75,6 +74,15 @@ def make_claim(
         "results": [_row(result) for result in results],
     }
     return {**body, "digest": digest(body)}
+
+
+def largest(results: Sequence[Result]) -> dict[str, dict[str, int]]:
+    """operator -> tokens, requests, pages, context and experts of its largest cases that ran."""
+    found: dict[str, dict[str, int]] = {}
+    for result in results:
+        mine = found.setdefault(result.operator, {}) if result.sizes else {}
+        mine.update({name: max(size, mine.get(name, 0)) for name, size in result.sizes.items()})
+    return found
 
 
 def tiers(results: Sequence[Result]) -> dict[str, bool]:
@@ -103,108 +111,6 @@ def environment(device: str) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What verification found about one part of a claim. state: ok, broken (tampered or stale), unknown."""
-
-    state: str
-    sentence: str
-
-
-def verify(claim: Mapping[str, Any]) -> list[Finding]:
-    """Re-checks a claim against its own digest, the installed suite and the installed backend; runs no kernel."""
-    if claim.get("claim_version") != CLAIM_VERSION:
-        return [
-            Finding("broken", f"it has claim version {claim.get('claim_version')!r}; this suite reads {CLAIM_VERSION}")
-        ]
-    found = []
-    same = digest(claim) == claim.get("digest")
-    found.append(
-        Finding("ok", "its digest covers what it says")
-        if same
-        else Finding("broken", "it was edited: its digest does not match")
-    )
-    found.append(_verify_cases(claim))
-    found.append(_verify_statuses(claim))
-    found += _verify_implementations(claim)
-    return found
-
-
-def _verify_cases(claim: Mapping[str, Any]) -> Finding:
-    known = {case.id: case for case in all_cases()}
-    asked = [known[row["case"]] for row in claim["results"] if row["case"] in known]
-    if len(asked) < len(claim["results"]) or case_set_hash(asked) != claim["suite"]["case_set"]:
-        return Finding("broken", f"stale: it ran case set {claim['suite']['case_set']}; these cases have changed since")
-    if claim["suite"]["whole"] and len(asked) != len(known):
-        return Finding("broken", f"stale: it ran {len(asked)} cases; the suite now has {len(known)}")
-    return Finding("ok", f"its {len(asked)} cases are those of the installed suite")
-
-
-def _verify_statuses(claim: Mapping[str, Any]) -> Finding:
-    results = [_result_of(row) for row in claim["results"]]
-    for row in claim["results"]:
-        if row["status"] == "pass" and (row["failed"] or (row["ratio"] or 0) > 1):
-            return Finding("broken", f"{row['case']} is said to pass but a check of it failed")
-    if dict(counts(results)) != claim["counts"] or tiers(results) != claim["tiers"]:
-        return Finding("broken", "its counts or tiers do not follow from its results")
-    return Finding("ok", "its counts and tiers follow from its results")
-
-
-def _verify_implementations(claim: Mapping[str, Any]) -> Iterable[Finding]:
-    runner = Runner(claim["backend"], claim["device"])
-    cases = {case.id: case for case in all_cases()}
-    for operator, found in claim["implementations"].items():
-        for identity, described in found.items():
-            case = cases.get(described["case"])
-            try:
-                if case is None:
-                    raise Unsupported("the case that it was bound for is gone")
-                now = runner.identity(case)
-            except (Unsupported, M3halError) as error:
-                yield Finding("unknown", f"{operator} {identity}: {str(error).splitlines()[0]}")
-                continue
-            if now == identity:
-                yield Finding("ok", f"{operator} {identity}: the installed files are those that ran")
-            else:
-                yield Finding("broken", f"stale: {operator} ran as {identity}; installed is {now}")
-
-
-def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """What differs between two claims, as lines: implementations, environment, cases, errors that grew."""
-    lines = [
-        f"{key}: {one['environment'].get(key)} -> {other['environment'].get(key)}"
-        for key in sorted({*one["environment"], *other["environment"]})
-        if one["environment"].get(key) != other["environment"].get(key)
-    ]
-    for operator in sorted({*one["implementations"], *other["implementations"]}):
-        before, after = (sorted(c["implementations"].get(operator, {})) for c in (one, other))
-        if before != after:
-            lines.append(f"{operator}: {', '.join(before) or 'absent'} -> {', '.join(after) or 'absent'}")
-    rows = {row["case"]: row for row in one["results"]}
-    for row in other["results"]:
-        old = rows.pop(row["case"], None)
-        if old is None:
-            lines.append(f"{row['case']}: new, {row['status']}")
-        elif old["status"] != row["status"]:
-            lines.append(f"{row['case']}: {old['status']} -> {row['status']}")
-        elif (row["ratio"] or 0) > 1.25 * (old["ratio"] or 0) + 0.01:
-            lines.append(
-                f"{row['case']}: its error over its bound grew from {old['ratio'] or 0:.3f} to {row['ratio']:.3f}"
-            )
-    return [*lines, *(f"{case}: no longer run" for case in rows)]
-
-
-def read(path: str | Path) -> dict[str, Any]:
-    """A claim from its file. Raises M3halError with a sentence when it is none."""
-    try:
-        found = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise M3halError(f"{path} can't be read as a claim: {error}.") from error
-    if not isinstance(found, dict) or "claim_version" not in found:
-        raise M3halError(f"{path} is no claim; `m3hal conform --json {path}` writes one.")
-    return found
-
-
 def _row(result: Result) -> dict[str, Any]:
     return {
         "case": result.case,
@@ -213,6 +119,7 @@ def _row(result: Result) -> dict[str, Any]:
         "checks": [check.name for check in result.checks],
         "failed": {check.name: check.sentence for check in result.failed},
         "reason": result.reason,
+        "notes": list(result.notes),
         "impl_id": result.impl_id,
         "seconds": round(result.seconds, 3),
     }
@@ -221,10 +128,6 @@ def _row(result: Result) -> dict[str, Any]:
 def _json_number(value: float) -> float:
     """Infinity, which JSON lacks, as 1e308."""
     return min(float(f"{value:.4g}"), 1e308)
-
-
-def _result_of(row: Mapping[str, Any]) -> Result:
-    return Result(row["case"], row["case"].partition("/")[0], "", row["status"])
 
 
 def _described(runner: Runner, case: Case) -> dict[str, Any]:
@@ -270,11 +173,20 @@ def _version(distribution: str) -> str:
         return "not installed as a distribution"
 
 
+#: kind of device -> the command that prints its driver's version
+_DRIVERS: Mapping[str, tuple[str, ...]] = {
+    "cuda": ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    "hip": ("cat", "/sys/module/amdgpu/version"),
+    "hpu": ("hl-smi", "-Q", "driver_version", "-f", "csv,noheader"),
+}
+
+
 def _driver(device: str) -> str:
-    if not device.startswith("cuda"):
+    """The first line that the command prints; nothing for a device without a driver, or without the command."""
+    query = _DRIVERS.get(device.partition(":")[0])
+    if query is None:
         return ""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split("\n")[0]
+        return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split("\n")[0].strip()
     except (OSError, subprocess.SubprocessError):
         return ""

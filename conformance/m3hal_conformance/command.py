@@ -11,18 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from m3hal import ops
+from m3hal.cli.output import emit
 from m3hal.dispatch import Policy
 from m3hal.dispatch.devices import detect
 from m3hal.dispatch.errors import ConfigurationError, M3halError, did_you_mean
 from m3hal_conformance import reports
 from m3hal_conformance.case import DTYPES, Case
-from m3hal_conformance.claim import compare, make_claim, read, verify
+from m3hal_conformance.claim import make_claim
 from m3hal_conformance.composed import check_layer
 from m3hal_conformance.coverage import cover
 from m3hal_conformance.harness import torch_threads
+from m3hal_conformance.page import page
 from m3hal_conformance.results import Result, WaiverError, apply_waivers, exit_code, read_waivers, unused
 from m3hal_conformance.runner import Runner, default_threads
 from m3hal_conformance.suite import all_cases, select
+from m3hal_conformance.verification import compare, read, verify
 
 
 def conform(options: argparse.Namespace) -> int:
@@ -47,7 +50,7 @@ def conform(options: argparse.Namespace) -> int:
     everything = apply_waivers([*results, *extra], waivers, datetime.date.today())
     claim = make_claim(runner, cases, everything[: len(cases)], coverage)
     _write(options, claim, everything)
-    print(reports.terminal(claim, everything))
+    print(reports.terminal(claim, everything, selected=bool(options.op or options.case)))
     for waiver in unused(waivers, everything):
         print(f"note: the waiver of {waiver.case} ({waiver.issue}) meets no case that ran")
     return exit_code(everything)
@@ -57,10 +60,11 @@ def claims(options: argparse.Namespace) -> int:
     """``m3hal claim verify F``: 0 it holds, 1 it is edited or stale, 3 this machine can't tell. ``compare A B``."""
     if options.action == "compare":
         lines = compare(read(options.files[0]), read(options.files[1]))
-        print("\n".join(lines) or "Both say the same.")
+        emit(options, {"differences": lines}, "\n".join(lines) or "Both say the same.")
         return 1 if lines else 0
     findings = verify(read(options.files[0]))
-    print("\n".join(f"{finding.state:8}{finding.sentence}" for finding in findings))
+    text = "\n".join(f"{finding.state:8}{finding.sentence}" for finding in findings)
+    emit(options, {"findings": [vars(finding) for finding in findings]}, text)
     states = {finding.state for finding in findings}
     return 1 if "broken" in states else 3 if "unknown" in states else 0
 
@@ -110,7 +114,7 @@ def _write(options: argparse.Namespace, claim: dict[str, object], results: Seque
     for path, text in (
         (options.json, lambda: json.dumps(claim, indent=1) + "\n"),
         (options.junit, lambda: reports.junit(claim, results)),
-        (options.html, lambda: reports.page(claim, results)),
+        (options.html, lambda: page(claim, results)),
     ):
         if path:
             try:

@@ -26,7 +26,10 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Result:
-    """One case. reason: why it is unsupported or waived. seconds: wall time."""
+    """One case. reason: why it is unsupported or waived. seconds: wall time. notes: what was measured and is no fault.
+
+    sizes: tokens, requests, pages, context and experts of its inputs, where they have them.
+    """
 
     case: str
     operator: str
@@ -37,7 +40,8 @@ class Result:
     impl_id: str = ""
     seconds: float = 0.0
     bugs: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def failed(self) -> tuple[CheckResult, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from m3hal import ops
-from m3hal.dispatch import Bound, Impl, M3halError, Plan, Policy, plan
+from m3hal.dispatch import Bound, Impl, M3halError, Manifest, Plan, Policy, plan
 from m3hal.layouts import is_private
 from m3hal.ops import SeqMeta
 from m3hal.shape import Site
@@ -116,7 +117,8 @@ class Runner:
         if trial.needed_freedom:
             self.needed_freedom.add(offer.bound.impl_id)
         status = "pass" if all(check.passed for check in checks) else "fail"
-        return result(status, checks, impl_id=offer.bound.impl_id, notes=tuple(trial.notes))
+        measured = sizes(trial.operator, trial.inputs)
+        return result(status, checks, impl_id=offer.bound.impl_id, notes=tuple(trial.notes), sizes=measured)
 
     def offer(self, operator: str, site: Site, layout: str) -> Offer:
         """What the backend has for this operator at this site; raises Unsupported with its reason when nothing.
@@ -139,15 +141,29 @@ class Runner:
         return self._plan(operator, site, (layout, *(self._private_maps if layout == "hnd" else ())))
 
     @cached_property
-    def _private_maps(self) -> tuple[str, ...]:
-        """Page maps that only the backend knows, by the manifests of those that are named."""
+    def _manifests(self) -> tuple[Manifest, ...]:
+        """Those of the backends that are asked."""
         made = self._plan(ops.NAMES[0], make_site("moe", "float32"), ("hnd",))
-        named = [found.manifest for found in made.backends if found.manifest and found.name in self.backend.split(",")]
-        impls = [
-            impl for m in named for several in m.operators.values() if isinstance(several, tuple) for impl in several
-        ]
-        layouts = [kind for impl in impls if isinstance(impl, Impl) for kind in impl.layouts]
-        return tuple(dict.fromkeys(kind for kind in layouts if isinstance(kind, str) and is_private(kind)))
+        names = self.backend.split(",")
+        return tuple(found.manifest for found in made.backends if found.manifest and found.name in names)
+
+    @cached_property
+    def _private_maps(self) -> tuple[str, ...]:
+        """Page maps that only the backend knows, by its manifest."""
+        several = [impls for manifest in self._manifests for impls in manifest.operators.values()]
+        impls = [impl for found in several if isinstance(found, tuple) for impl in found if isinstance(impl, Impl)]
+        kinds = dict.fromkeys(kind for impl in impls if isinstance(impl.layouts, tuple) for kind in impl.layouts)
+        return tuple(kind for kind in kinds if isinstance(kind, str) and is_private(kind))
+
+    def libraries(self) -> dict[str, str]:
+        """The installed versions of the libraries that the manifest names."""
+        found = {}
+        for name in dict.fromkeys(name for manifest in self._manifests for name in manifest.libraries):
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                found[name] = "not installed"
+        return found
 
     def _plan(self, operator: str, site: Site, layouts: tuple[str, ...]) -> Plan:
         policy = Policy.resolve({"backend": self.backend}, environ={})
@@ -201,14 +217,6 @@ class Runner:
             Result(f"{v.operator}/manifest", v.operator, "", "fail", (CheckResult("manifest", False, None, v.reason),))
             for v in strays
         ]
-
-    def identity(self, case: Case) -> str:
-        """The impl_id of what would run a case, computed from the installed files; nothing is bound for a plain one."""
-        made = self.plan(case.operator, case.site, case.layout)
-        choice = made.choice(case.operator, case.site.kind)
-        if choice.chosen:
-            return choice.chosen.impl_id
-        return self.offer(case.operator, case.site, case.layout).bound.impl_id
 
     def _bind_another(self, case: Case) -> None:
         """A second layer of the model, whose every constant differs, is bound beside the first."""

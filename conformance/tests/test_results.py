@@ -6,7 +6,8 @@ import xml.etree.ElementTree as xml
 
 import pytest
 from m3hal_conformance import reports
-from m3hal_conformance.claim import compare, digest, make_claim, tiers, verify
+from m3hal_conformance.claim import digest, largest, make_claim, tiers
+from m3hal_conformance.page import LIMIT, page
 from m3hal_conformance.results import (
     CheckResult,
     Result,
@@ -18,7 +19,8 @@ from m3hal_conformance.results import (
     unused,
 )
 from m3hal_conformance.runner import Runner
-from m3hal_conformance.suite import select
+from m3hal_conformance.suite import all_cases, select
+from m3hal_conformance.verification import compare, verify
 
 from m3hal.cli import main
 
@@ -125,6 +127,7 @@ def test_claim_verifies(claim):
         (lambda c: c["counts"].update({"pass": 9}), "do not follow"),
         (lambda c: c["suite"].update(case_set="0" * 16), "stale"),
         (lambda c: c["results"][0].update(failed={"oracle": "far"}), "said to pass"),
+        (lambda c: c["results"][0].update(impl_id="1" * 16), "not among its implementations"),
         (
             lambda c: c["implementations"].update(rms_norm={"0" * 16: c["implementations"]["rms_norm"].popitem()[1]}),
             "stale",
@@ -140,15 +143,84 @@ def test_edited_claim_is_found(claim, edit, sentence):
     assert any(f.state == "broken" and sentence in f.sentence for f in verify(made))
 
 
+@pytest.mark.parametrize("name", ["backend", "suite", "results", "implementations", "counts", "digest", "tiers"])
+def test_torn_claim_is_refused(claim, tmp_path, capsys, name):
+    """A claim that lacks a part, or has it of another kind, is a sentence and exit code 2, not a traceback."""
+    for damage in (lambda c: c.pop(name), lambda c: c.update({name: 3.5})):
+        made = json.loads(json.dumps(claim[0]))
+        damage(made)
+        path = tmp_path / "claim.json"
+        path.write_text(json.dumps({**made, "digest": digest(made)} if name != "digest" else made))
+        assert main(["claim", "verify", str(path)]) == 2
+        assert main(["claim", "compare", str(path), str(path)]) == 2
+        assert f"its {name} is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "can't be read as a claim"),
+        ("[]", "is no claim"),
+        ('{"name": "npm"}', "is no claim"),
+        ('{"claim_version": 7}', "this suite reads 1"),
+        ("[" * 100000, "can't be read as a claim"),
+    ],
+)
+def test_what_is_no_claim_is_refused(tmp_path, capsys, text, sentence):
+    """Any other file, an empty one and one of another version give exit code 2."""
+    path = tmp_path / "claim.json"
+    path.write_text(text)
+    assert main(["claim", "verify", str(path)]) == 2
+    assert sentence in capsys.readouterr().err
+    assert main(["claim", "verify", str(tmp_path / "absent.json")]) == 2
+
+
+def test_claim_of_an_absent_backend_is_unknown(claim, tmp_path, capsys):
+    """This machine can't tell what another one's backend was: exit code 3, and --json says so to programs."""
+    made = {**json.loads(json.dumps(claim[0])), "backend": "acme"}
+    made["digest"] = digest(made)
+    path = tmp_path / "claim.json"
+    path.write_text(json.dumps(made))
+    assert main(["claim", "verify", str(path), "--json"]) == 3
+    states = {finding["state"] for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert states == {"ok", "unknown"}
+
+
+def test_edited_file_hashes_are_found(claim):
+    """An impl_id that holds, and hashes beside it that do not."""
+    made = json.loads(json.dumps(claim[0]))
+    (told,) = made["implementations"]["rms_norm"].values()
+    told["files"]["reference.py"] = "0" * 64
+    made["digest"] = digest(made)
+    assert any(f.state == "broken" and "files that it lists" in f.sentence for f in verify(made))
+
+
+def test_claim_says_what_ran(claim):
+    """Sizes, seed, executor, threads, versions; the same in a few lines for people."""
+    made, results = claim
+    assert largest(results)["rms_norm"]["tokens"] == 7
+    assert (made["seed"], made["executor"], made["threads"]) == (0, "in-process", 1)
+    lines = reports.facts(made)
+    assert "torch" in lines["software"]
+    assert made["suite"]["case_set"] in lines["suite"]
+    assert "a part" in lines["suite"]
+    assert "7 tokens" in lines["largest"]
+    assert "case set" in reports.terminal(made, results)
+    assert "case set" not in reports.terminal(made, results, selected=True)
+
+
 def test_claims_compare(claim):
     """Comparison names cases that changed and errors that grew."""
     made = json.loads(json.dumps(claim[0]))
     assert compare(claim[0], made) == []
     made["results"][0].update(status="fail", ratio=3.0)
+    made["seed"], made["environment"]["torch"] = 5, "0.1"
     made["results"].pop()
     lines = compare(claim[0], made)
     assert any("pass -> fail" in line for line in lines)
     assert any("no longer run" in line for line in lines)
+    assert "seed: 0 -> 5" in lines
+    assert any(line.startswith("environment torch: ") for line in lines)
 
 
 def test_tier_needs_every_case(claim):
@@ -159,16 +231,24 @@ def test_tier_needs_every_case(claim):
 def test_html_page_answers(claim):
     """One page without network: the failing case first, by how much, and how to ask again; under a megabyte."""
     made, results = claim
-    text = reports.page(
-        made, [*results, result("rms_norm/x/float32", "fail", (CheckResult("oracle", False, 7.5, "far <b>"),))]
-    )
+    text = page(made, [*results, result("rms_norm/x/float32", "fail", (CheckResult("oracle", False, 7.5, "far <b>"),))])
     head = text[: text.index("By operator")]
     assert "1 of 5 cases fail" in head
     assert "7.5 times its bound" in head
     assert "m3hal conform --backend reference --device cpu --case rms_norm/x/float32" in head
     assert "far &lt;b&gt;" in head
     assert "http" not in text.replace("https://example.org", "")
-    assert len(text) < 1 << 20
+    assert len(text.encode()) < LIMIT
+
+
+def test_html_page_of_the_worst_run_is_small(claim):
+    """Every case of the suite fails in many checks, and the page still opens: all cases are on it, the worst in full."""
+    many = tuple(CheckResult(f"check{n}", False, 2.0 + n, "far from it & so on, " * 40) for n in range(9))
+    results = [result(case.id, "fail", many) for case in all_cases()]
+    text = page(claim[0], results)
+    assert len(text.encode()) < LIMIT
+    assert all(f"<td>{case.id}</td>" in text for case in all_cases())
+    assert text.count("class='fail'") == 6 * len({case.operator for case in all_cases()})
 
 
 def test_junit_is_xml(claim):

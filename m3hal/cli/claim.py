@@ -4,7 +4,7 @@
     m3hal claim compare before.json after.json  what differs
 
 verify exits with 0 when the claim holds here, 1 when it was edited or is stale, 3 when this machine lacks the backend
-and can't tell. compare exits with 1 when something differs.
+and can't tell. compare exits with 1 when something differs. A file that is no claim of this suite's version gives 2.
 """
 
 from __future__ import annotations
