@@ -28,7 +28,7 @@ from m3hal_conformance.suite.indexer import _needles as needles
 from m3hal_conformance.suite.insert import _inputs as insert
 from m3hal_conformance.suite.kv_cache import _copy, _read, _write
 from m3hal_conformance.suite.ranking import NAN, ONE, VISIBLE, _mostly_nan, _normal, _scores, _sharded
-from m3hal_conformance.suite.stored_caches import MAIN, SLOTS, _in_maps, _ties
+from m3hal_conformance.suite.stored_caches import MAIN, SLOTS, _in_maps
 from m3hal_conformance.suite.stored_caches import _write as _write_stored
 
 P = 128
@@ -158,6 +158,16 @@ def _caches() -> list[Case]:
         *ask("kv_copy_blocks", "page_16", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)])), page_size=16, bugs=("F25",),
              quick=True, **one),
     ]  # fmt: skip
+
+
+def _ties(rng: Rng, x: Tensor) -> Tensor:
+    """Whole and half steps of every format's codes in groups of 16: rounded to even, or wrong.
+
+    Each group begins with 6 times a power of two, so that this power is the scale of a four-bit group.
+    """
+    step = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 1.0625])
+    size = torch.exp2(rng.integers(-3, 4, *x.shape[:-1], x.shape[-1] // 16).float())
+    return (step * size[..., None]).flatten(-2)
 
 
 def _ties_of_the_format(rng: Rng, site: Site, kind: str) -> Inputs:

@@ -337,26 +337,6 @@ def qk_norm_rope_insert_one_scale_for_both(site, right):
     return _inserting(right, lambda kv: kv if kv.k_scale is None else replace(kv, v_scale=kv.k_scale))
 
 
-@mutant("qk_norm_rope_insert", "fp8_e4m3_page_boundaries:oracle", "F57")
-def qk_norm_rope_insert_ignores_the_scale(site, right):
-    """Quantised with scale 1, as the fused CUDA kernel does for FP8, without declaring it."""
-    return _inserting(right, lambda kv: replace(kv, k_scale=None, v_scale=None))
-
-
-@mutant("qk_norm_rope_insert", "nvfp4_groups:oracle", "F55")
-def qk_norm_rope_insert_swaps_nibbles(site, right):
-    """The even element lies in the high half of its byte."""
-
-    def run(qkv, norms, positions, cos_sin, kv, index_cache, slots, index_slots):
-        made = right(qkv, norms, positions, cos_sin, kv, index_cache, slots, index_slots)
-        if kv.layout.format in BLOCKED:
-            for part in parts(kv):
-                swap_nibbles(part, *places(kv, slots))
-        return made
-
-    return run
-
-
 # --- conversions
 
 
