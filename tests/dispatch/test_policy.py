@@ -11,6 +11,7 @@ import pytest
 from m3hal.dispatch.errors import ConfigurationError
 from m3hal.dispatch.names import BackendName
 from m3hal.dispatch.policy import Policy
+from m3hal.dispatch.watch import Watch
 
 
 def resolve(api: Any = None, engine: Any = None, **environ: str) -> Policy:
@@ -139,3 +140,51 @@ def test_export_reads_back_to_the_same_policy() -> None:
     )
     assert resolve(policy.to_json()) == policy
     assert json.loads(json.dumps(policy.to_json())) == policy.to_json()
+
+
+def test_calls_are_watched_by_every_carrier(tmp_path: Path) -> None:
+    """mode and its keys come from the API, the engine, a file and the environment alike; off by default."""
+    assert not resolve().watch.is_on
+    assert resolve(M3HAL_MODE="shadow").watch == Watch("shadow")
+    assert resolve(engine={"mode": "record", "sample_rate": 0.5}).watch == Watch("record", sample_rate=0.5)
+    file = tmp_path / "m3hal.json"
+    file.write_text(json.dumps({"mode": "shadow", "capture_dir": "here", "on_mismatch": "raise"}))
+    policy = resolve({"mode": "record"}, M3HAL_CONFIG=str(file), M3HAL_SAMPLE_RATE="0.25", M3HAL_CAPTURE_BYTES="2 MiB")
+    assert policy.watch == Watch("record", "here", 0.25, 2 << 20, "raise")
+    assert policy.origins["mode"].over == ((f"the file {file} (M3HAL_CONFIG)", "shadow"),)
+
+
+def test_defaults_of_the_modes() -> None:
+    """Every call is recorded, up to 1 GiB; one in a hundred is compared, and none of a user's data is kept."""
+    record, shadow = Watch("record"), Watch("shadow")
+    assert (record.rate, record.max_bytes) == (1.0, 1 << 30)
+    assert (shadow.rate, shadow.max_bytes) == (0.01, 0)
+
+
+def test_watching_is_no_part_of_the_plan() -> None:
+    """It chooses nothing, so two plans that differ in it alone are one plan; what asks for it again is told apart."""
+    on = resolve({"backend": "reference", "mode": "shadow", "sample_rate": 0.1})
+    assert on.to_json() == resolve({"backend": "reference"}).to_json()
+    assert resolve(on.watch.to_json()).watch == on.watch
+    assert Watch("off", "elsewhere").to_json() == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("mode", "shdow", "'mode' from the API must be one of off, record, shadow.*Did you mean 'shadow'"),
+        ("on_mismatch", "die", "must be one of warn, raise"),
+        ("sample_rate", 0, "more than 0 and at most 1; got 0"),
+        ("sample_rate", "all", "more than 0 and at most 1"),
+        ("sample_rate", 1.5, "more than 0 and at most 1"),
+        ("sample_rate", True, "more than 0 and at most 1"),
+        ("sample_rate", float("nan"), "more than 0 and at most 1"),
+        ("capture_bytes", "1 GB", "must be a number of bytes"),
+        ("capture_bytes", -1, "must be a number of bytes"),
+        ("capture_dir", 3, "must be a string"),
+    ],
+)
+def test_bad_values_of_watching_are_refused(key: str, value: Any, message: str) -> None:
+    """Each with what it may be."""
+    with pytest.raises(ConfigurationError, match=message):
+        resolve({key: value})
