@@ -106,6 +106,8 @@ class ModelShape:
     max_tokens: int
     max_seqs: int
     max_context: int
+    #: the sites themselves, where these numbers do not give them: a drafter's, or a layer's that returns its lse
+    given_sites: tuple[Site, ...] = ()
 
     @classmethod
     def from_config(
@@ -184,7 +186,9 @@ class ModelShape:
         )
 
     def sites(self) -> tuple[Site, ...]:
-        """The sites of this model, in layer order; a kind of layer that the model lacks has none."""
+        """Those that were given, or else the model's, in layer order; a kind of layer that it lacks has none."""
+        if self.given_sites:
+            return self.given_sites
         attention = self._values(_ATTENTION) | {"scale": self.head_dim**-0.5, "causal": True, "window_left": -1}
         indexer = self._values(_INDEXER)
         mlp = self._values(_MLP)

@@ -78,6 +78,17 @@ def test_index_heads_follow_kv_heads() -> None:
         m3hal.ModelShape.from_config({**m3hal.MINIMAX_M3, "sparse_attention_config": sparse}, **ENGINE)
 
 
+def test_sites_that_no_config_gives() -> None:
+    """A drafter's, and a layer's that returns its lse, are planned as they are given."""
+    dense, *_ = M3.sites()
+    given = (replace(dense, return_lse=True), replace(dense, kind="drafter", causal=False, window_left=1024))
+    shape = replace(M3, given_sites=given)
+    assert shape.sites() == given
+    made = m3hal.plan(shape, "cpu", m3hal.Policy.resolve({"backend": "reference"}, environ={}), engine={})
+    assert made.site("dense_attention").return_lse
+    assert made.choice("paged_attention", "drafter").is_served
+
+
 def test_model_without_dense_layers_has_no_dense_sites() -> None:
     """A kind of layer that is absent has no site."""
     sparse_only = replace(M3, num_dense_attention_layers=0, num_dense_mlp_layers=0)

@@ -85,20 +85,9 @@ class Case:
         return self.make(Rng(self.id, seed, pages=pages, stale=stale), self.site)
 
 
-@dataclass(frozen=True)
-class OneSite(ModelShape):
-    """A model that has one site, so that a plan can be asked for any static values, also those M3 itself lacks."""
-
-    only: Site
-
-    def sites(self) -> tuple[Site, ...]:
-        return (self.only,)
-
-
-def shape_of(site: Site) -> OneSite:
-    """A model shape whose only site is ``site``."""
-    base = _shape(site.dtype, 1)
-    return OneSite(**{name: getattr(base, name) for name in base.__dataclass_fields__}, only=site)
+def shape_of(site: Site) -> ModelShape:
+    """A model shape whose only site is ``site``, so that a plan can be asked for static values that M3 itself lacks."""
+    return replace(_shape(site.dtype, 1), given_sites=(site,))
 
 
 def make_site(kind: str, dtype: str, *, tensor_parallel: int = 1, **overrides: Any) -> Site:
