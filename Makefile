@@ -25,7 +25,8 @@ demo: $(STAMP)  ## serve a tiny MiniMax-M3 on this CPU and compare its tokens wi
 test: $(STAMP)  ## the test suite
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
-test-all: $(STAMP)  ## the test suite with the slow tests
+test-all: $(STAMP)  ## the test suite with the slow tests, and those that read vendors' wheels
+	$(PY) scripts/vendor_wheels.py
 	$(PY) -m pytest $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy --strict

@@ -18,12 +18,16 @@ from typing import Any
 
 import torch
 
+from m3hal import ops
 from m3hal.dispatch import Verdict
-from m3hal.dispatch.levels import digest
+from m3hal.dispatch.discovery import discover
+from m3hal.dispatch.levels import digest, proved
+from m3hal.dispatch.screen import candidates
 from m3hal_conformance.case import make_site
 from m3hal_conformance.claim import make_claim
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import select
+from m3hal_conformance.vendor import Question
 
 
 class DoubleRunner(Runner):
@@ -62,6 +66,22 @@ def verdicts(backend: str, device: str, operator: str, kind: str = "moe", **site
     replaced; nothing is bound."""
     made = DoubleRunner(backend, device).plan(operator, make_site(kind, "bfloat16", **site))
     return list(made.choice(operator, kind).verdicts)
+
+
+def ask(runner: Runner, question: Question, *outside: str) -> None:
+    """Runs one case. It must pass, or be unsupported for a reason that contains one of ``outside``."""
+    result = runner.run_case(question.case)
+    told = "\n".join(f"{check.name}: {check.sentence}" for check in result.failed)
+    assert result.status != "fail", told
+    assert result.status == "pass" or any(reason in result.reason for reason in outside), result.reason
+
+
+def levels(backend: str, device: str) -> dict[str, str]:
+    """``operator: implementation`` -> how far the claims that a backend ships prove it on a device."""
+    found = next(found for found in discover() if found.name == backend)
+    good, bad = candidates(found, {name: ops.load(name) for name in ops.NAMES}, proved([found], device))
+    assert not bad, bad
+    return {f"{candidate.operator}: {candidate.label}": candidate.level for candidate in good}
 
 
 def contract_claim(backend: str, device: str, operators: Iterable[str]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ def test_every_wheel_carries_its_marker_and_only_its_package(wheelhouse: Path) -
         assert f"{package}/py.typed" in names
         assert f"{package}-0.1.0.dist-info/licenses/LICENSE" in names
         assert all(name.startswith(package) for name in names), "a top-level name of another package"
+    for package in ("m3hal_nvidia", "m3hal_amd", "m3hal_gaudi"):
+        assert f"{package}/claims/contract.json" in wheels[package], "its levels would be lost"
 
 
 def test_published_extras_resolve_and_work(wheelhouse: Path, with_engine: Environment) -> None:

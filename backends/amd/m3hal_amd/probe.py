@@ -18,6 +18,8 @@ def probe(device: str) -> str | None:
         return f"{KFD} is missing; start the container with --device /dev/kfd --device /dev/dri"
     if not os.access(KFD, os.R_OK | os.W_OK):
         return f"{KFD} may not be opened by this user; add the user to the groups render and video"
+    if os.environ.get("AITER_TRITON_ONLY") == "1":  # aiter then leaves out the HIP kernels that the adapters call
+        return "AITER_TRITON_ONLY=1 takes aiter's HIP kernels away; unset AITER_TRITON_ONLY, or deny amd"
     return None
 
 
