@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import isinf
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,25 @@ class Row:
     sentence: str = ""
     capture: str = ""
 
+    @property
+    def place(self) -> str:
+        """Operator, backend and layer, for sentences."""
+        return f"{self.operator} of {self.backend} at {self.layer or 'its site'}"
+
+    @property
+    def by(self) -> str:
+        """How far outside its bound it was at worst, for sentences."""
+        return times(self.worst)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON has no infinity, which is what other bits than the right ones are worth: 1e308."""
+        return {**asdict(self), "worst": min(self.worst, 1e308), "by": self.by}
+
+
+def times(ratio: float) -> str:
+    """``163 times the bound``; of outputs that are compared bit by bit there is no how far."""
+    return "in bits that no bound covers" if isinf(ratio) else f"{ratio:.3g} times the bound"
+
 
 @dataclass
 class Ledger:
@@ -94,7 +114,7 @@ class Ledger:
             "pid": os.getpid(),
             "compared": self.compared,
             "first": None if first is None else {"layer": first.layer, "operator": first.operator},
-            "rows": [asdict(row) for row in self.rows.values()],
+            "rows": [row.to_json() for row in self.rows.values()],
         }
 
     def write(self) -> None:
@@ -122,12 +142,12 @@ class Ledger:
         if not self.failed:
             worst = max(self.rows.values(), key=lambda row: row.worst)
             return (
-                f"{head}none left its bound, the nearest was {worst.operator} at {worst.layer or 'its site'} with "
-                f"{worst.worst:.2g} of it. Report: {self.path}"
+                f"{head}none left its bound, the nearest was {worst.place} with {worst.worst:.2g} of it. "
+                f"Report: {self.path}"
             )
         lines = [
-            f"  {row.operator} of {row.backend} at {row.layer or 'its site'}: {row.failed} of {row.compared} calls, "
-            f"at worst {row.worst:.3g} times the bound{f', {row.capture}' if row.capture else ''}"
+            f"  {row.place}: {row.failed} of {row.compared} calls, at worst {row.by}"
+            f"{f', {row.capture}' if row.capture else ''}"
             for row in self.failed
         ]
         return "\n".join([f"{head}these left their bound, the earliest first. Report: {self.path}", *lines])
@@ -166,8 +186,7 @@ def compare_call(
 def report(ledger: Ledger, row: Row, score: Score, watch: Watch) -> None:
     """Logs and writes a mismatch. Raises Mismatch when the policy wants that."""
     ledger.write()
-    where = f"{row.operator} of {row.backend} at {row.layer or 'its site'}"
-    sentence = f"{where} left its bound by {score.ratio:.3g} times: {score}"
+    sentence = f"{row.place} left its bound, {times(score.ratio)}: {score}"
     kept = f" The call is kept as {row.capture}." if row.capture else ""
     if watch.on_mismatch == "raise":
         raise Mismatch(f"{sentence}{kept} Override operators.{row.operator}, or set on_mismatch to 'warn'.")

@@ -31,6 +31,9 @@ def captured(name, folder):
         "route_topk/bias_decides",
         "kv_copy_blocks/swap_within_one_cache",
         "swiglu_oai/published_numbers",
+        "sparse_attention/fp8_e4m3_decode",
+        "kv_write/nvfp4_page_boundaries",
+        "moe_experts/nvfp4_experts",
     ],
 )
 def test_a_captured_call_is_a_case(name, tmp_path, capsys):

@@ -169,6 +169,7 @@ def test_shadow_reports_a_wrong_operator(name, backend, folder, caplog):
     assert row["worst"] > 1
     assert f"{case.operator} of {backend} at model.layers.3 left its bound" in caplog.text
     assert list(folder.glob("*.pt")) == []
+    assert "Infinity" not in watch.ledger(str(folder)).path.read_text()  # which is no JSON
 
 
 def test_shadow_keeps_the_first_mismatch_when_asked(folder):

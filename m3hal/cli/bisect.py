@@ -197,12 +197,12 @@ def _text(found: Finding, backend: str) -> str:
     row = found.first
     lines = [
         f"first: {row['operator']} of {row['backend']} at {row['layer']}, {row['failed']} of {row['compared']} calls, "
-        f"at worst {row['worst']:.3g} times the bound",
+        f"at worst {row['by']}",
         f"  {row['sentence']}",
         f"confirmed: with {found.culprit} from the reference nothing leaves its bound"
         if found.cleared
         else f"with {found.culprit} from the reference other operators still leave their bounds",
-        *(f"also: {r['operator']} of {r['backend']} at {r['layer']}, {r['worst']:.3g} times" for r in found.others),
+        *(f"also: {r['operator']} of {r['backend']} at {r['layer']}, {r['by']}" for r in found.others),
         *said,
     ]
     if row["capture"]:

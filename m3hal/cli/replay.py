@@ -1,6 +1,6 @@
-"""Asks a backend a call that was recorded where a model ran.
+"""Asks a backend a call that was recorded where a model ran; docs/captures.md says how.
 
-    m3hal replay captures/sparse_attention-000.pt --backend acme
+    m3hal replay m3hal-captures/sparse_attention-model.layers.3.self_attn-000.pt --backend acme
 
 Exits as `m3hal conform` does. The file is plain data; loading it runs no code.
 """

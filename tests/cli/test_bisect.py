@@ -106,7 +106,16 @@ def test_nothing_found(model: Path, tmp_path: Path, found: Any, capsys: Any, mon
 
 def test_a_finding(model: Path, tmp_path: Path, found: Any, capsys: Any) -> None:
     """Exit code 1; layer, operator, by how much, and the command that asks the call again; the same as JSON."""
-    row = {**ROW, "compared": 9, "failed": 2, "worst": 40.0, "first": 3, "sentence": "out: off", "capture": "x.pt"}
+    row = {
+        **ROW,
+        "compared": 9,
+        "failed": 2,
+        "worst": 40.0,
+        "by": "40 times the bound",
+        "first": 3,
+        "sentence": "out: off",
+        "capture": "x.pt",
+    }
     finding = bisecting.Finding(
         run_of(row), row, "rms_norm", ("rms_norm",), True, replayed=True, after=run_of(tokens=(1, 3))
     )
