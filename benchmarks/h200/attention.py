@@ -42,7 +42,7 @@ def exact_attention(q, kv, meta, ids, tokens):
             blocks = ids[token, group]
             blocks = blocks[blocks >= 0].long()
             pages = meta.block_table[request, blocks].long()
-            k, v = kv.k[pages, group].double().flatten(0, 1), kv.v[pages, group].double().flatten(0, 1)
+            k, v = (h.read_pages(kv, part, pages)[group] for part in ("k", "v"))
             at = (blocks[:, None] * 128 + torch.arange(128, device=q.device)).flatten()
             size = q.shape[1] // groups
             s = q[token, group * size : (group + 1) * size].double() @ k.T * SCALE
@@ -56,7 +56,7 @@ def exact_choice(index_q, keys, meta, token):
     request, offset = divmod(token, meta.max_q)
     position = meta.max_k - meta.max_q + offset
     blocks = position // 128 + 1
-    k = keys.k[meta.block_table[request, :blocks].long(), 0].double().flatten(0, 1)
+    k = h.read_pages(keys, "k", meta.block_table[request, :blocks].long())[0]
     s = (index_q[token].double() @ k.T).masked_fill(torch.arange(len(k), device=k.device) > position, float("-inf"))
     s = s.view(len(s), blocks, 128).amax(-1)
     ranked = s.clone()
@@ -83,79 +83,161 @@ def sample(tokens):
     return sorted({0, tokens // 3, tokens - 1})
 
 
+def rotations(size):
+    """How many inputs of ``size`` bytes rotate, so that no call finds its own in the cache of 50 MB."""
+    return max(1, min(96, -(-3 * 10**8 // size)))
+
+
+#: bytes of an index key, and of a key and value, by format
+KEY_BYTES = {"bfloat16": 256, "fp8_e4m3": 128, "nvfp4": 72}
+FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4")
+
+
 def select_decode(peer):
-    """Score and choice, one token a request."""
+    """Score and choice, one token a request; nvfp4 beside ours and the peer's fp8."""
     pages = 32768
-    keys = h.cache(pages, 1, False)
-    flat = keys.buf.view(pages, 128, 128)
-    for tp in (1, 4):
-        site = h.site(tp)
-        heads = site.num_index_heads
-        for requests, context in ((1, 8192), (1, 65536), (8, 65536), (64, 8192), (64, 65536), (1, 524288), (8, 524288)):
-            size = requests * context * 256
-            count = max(1, min(24, -(-3 * 10**8 // size)))
-            batches = h.metas(pages, requests, 1, context, count, seed=1)
-            qs = [torch.randn(requests, heads, 128, device=h.DEVICE, dtype=torch.bfloat16) for _ in batches]
-            theirs = torch.full((requests, heads, 16), -7, dtype=torch.int32, device=h.DEVICE)
-            ours = torch.full_like(theirs, -7)
-            kernel = select_blocks.select_blocks(site)
-            workspace, plans = prepare(kernel, batches)
-            step = peer.index.minimax_m3_index_decode
+    caches = {format: h.cache(pages, 1, False, format) for format in FORMATS}
+    for format in FORMATS:
+        for tp in (1, 4):
+            for requests, context in (
+                (1, 8192), (1, 65536), (8, 65536), (64, 8192), (64, 65536), (1, 524288), (8, 524288),
+            ):  # fmt: skip
+                _select_decode(peer, caches, format, tp, requests, context)
 
-            def peer_call(i, longest):
-                return lambda: step(
-                    qs[i], flat, batches[i].block_table, batches[i].seq_lens, longest, 16, 0, 1, heads, 1, 1,
-                    out=theirs.transpose(0, 1),
-                )  # fmt: skip
 
-            calls = {
-                "vllm": [peer_call(i, context) for i in range(count)],
-                "m3hal": [lambda i=i: kernel.run(qs[i], keys, plans[i], ours, workspace) for i in range(count)],
-            }
-            calls["m3hal"][0]()
-            found = overlap(ours, qs[0], keys, batches[0], sample(requests))
-            times = h.graphs(calls)
-            floor = size / 4.6e6
-            h.row("select decode", f"TP{tp} B{requests} {context // 1024}K", times, floor_us=floor, overlap=found)
+def _select_decode(peer, caches, format, tp, requests, context):
+    heads = h.site(tp).num_index_heads
+    size = requests * context * KEY_BYTES[format]
+    count = rotations(size)
+    batches = h.metas(caches[format].buf.shape[0], requests, 1, context, count, seed=1)
+    qs = [torch.randn(requests, heads, 128, device=h.DEVICE, dtype=torch.bfloat16) for _ in batches]
+    theirs, ours = (torch.full((requests, heads, 16), -7, dtype=torch.int32, device=h.DEVICE) for _ in range(2))
+    step = peer.index.minimax_m3_index_decode
+
+    def peer_calls(format):
+        keys = caches[format].buf.view(-1, 128, 128)
+        keys = keys if format == "bfloat16" else keys.view(torch.float8_e4m3fn)
+        queries = [q.to(keys.dtype) for q in qs]  # its fp8 products take fp8 queries
+        return [
+            lambda i=i: step(
+                queries[i], keys, batches[i].block_table, batches[i].seq_lens, context, 16, 0, 1, heads, 1, 1,
+                out=theirs.transpose(0, 1),
+            )
+            for i in range(count)
+        ]  # fmt: skip
+
+    def our_calls(format):
+        kernel = select_blocks.select_blocks(h.site(tp, format))
+        workspace, plans = prepare(kernel, batches)
+        return [lambda i=i: kernel.run(qs[i], caches[format], plans[i], ours, workspace) for i in range(count)]
+
+    rival = "fp8_e4m3" if format == "nvfp4" else format
+    calls = {"vllm" if format == rival else "vllm fp8": peer_calls(rival)}
+    if format != rival:
+        calls["fp8 of ours"] = our_calls(rival)
+    calls["m3hal"] = our_calls(format)
+    calls["m3hal"][0]()
+    found = overlap(ours, qs[0], caches[format], batches[0], sample(requests))
+    times = h.graphs(calls)
+    case = f"TP{tp} B{requests} {context // 1024}K"
+    h.row(f"select decode {format}", case, times, floor_us=size / 4.6e6, overlap=found)
 
 
 def sparse_decode(peer):
-    """Attention over 16 blocks, one token a request, and four with equal selections."""
+    """Attention over 16 blocks, one token a request, and four with equal selections; formats as in select_decode."""
     pages = 16384
     for tp in (1, 4):
-        site = h.site(tp)
-        kv = h.cache(pages, site.num_kv_heads, True)
-        for requests, q_len in ((1, 1), (8, 1), (64, 1), (1, 4), (8, 4), (64, 4)):
-            tokens, context = requests * q_len, 65536
-            size = requests * site.num_kv_heads * 16 * 128 * 512
-            count = max(1, min(24, -(-3 * 10**8 // size)))
-            batches = h.metas(pages, requests, q_len, context, count, seed=2)
-            positions = torch.full((requests,), context - q_len, device=h.DEVICE)
-            ids = [h.random_ids(positions, site.num_kv_heads, seed=s).repeat_interleave(q_len, 0) for s in range(count)]
-            turned = [i.transpose(0, 1).contiguous() for i in ids]
-            qs = [torch.randn(tokens, site.num_q_heads, 128, device=h.DEVICE, dtype=torch.bfloat16) for _ in batches]
-            theirs, ours = (torch.full_like(qs[0], float("nan")) for _ in range(2))
-            kernel = sparse_attention.sparse_attention(site)
-            workspace, plans = prepare(kernel, batches)
-            step = peer.sparse.minimax_m3_sparse_attn_decode
-            calls = {
-                "vllm": [
-                    lambda i=i: step(
-                        qs[i], kv.buf, turned[i], batches[i].block_table, batches[i].seq_lens, site.num_kv_heads,
-                        SCALE, theirs, q_len,
-                    )
-                    for i in range(count)
-                ],
-                "m3hal": [lambda i=i: kernel.run(qs[i], kv, ids[i], plans[i], ours, workspace) for i in range(count)],
-            }  # fmt: skip
-            for name in calls:
-                calls[name][0]()
-            exact = exact_attention(qs[0], kv, batches[0], ids[0], sample(tokens))
-            errors = {
-                f"error_{n}": h.relative(t[sample(tokens)], exact) for n, t in (("m3hal", ours), ("vllm", theirs))
-            }
-            times = h.graphs(calls)
-            h.row("sparse decode", f"TP{tp} B{requests} x{q_len}", times, floor_us=size / 4.6e6, **errors)
+        caches = {format: h.cache(pages, h.site(tp).num_kv_heads, True, format) for format in FORMATS}
+        for format in FORMATS:
+            for requests, q_len in ((1, 1), (8, 1), (64, 1), (1, 4), (8, 4), (64, 4)):
+                _sparse_decode(peer, caches, format, tp, requests, q_len)
+
+
+def _sparse_decode(peer, caches, format, tp, requests, q_len):
+    site = h.site(tp, format)
+    tokens, context = requests * q_len, 65536
+    size = requests * site.num_kv_heads * 16 * 128 * 2 * KEY_BYTES[format]
+    count = rotations(size)
+    batches = h.metas(caches[format].buf.shape[0], requests, q_len, context, count, seed=2)
+    positions = torch.full((requests,), context - q_len, device=h.DEVICE)
+    ids = [h.random_ids(positions, site.num_kv_heads, seed=s).repeat_interleave(q_len, 0) for s in range(count)]
+    turned = [i.transpose(0, 1).contiguous() for i in ids]
+    qs = [torch.randn(tokens, site.num_q_heads, 128, device=h.DEVICE, dtype=torch.bfloat16) for _ in batches]
+    theirs, ours = (torch.full_like(qs[0], float("nan")) for _ in range(2))
+    step = peer.sparse.minimax_m3_sparse_attn_decode
+
+    def peer_calls(format):
+        kv = caches[format]
+        buf = kv.buf if format == "bfloat16" else kv.buf.view(torch.float8_e4m3fn)
+        return [
+            lambda i=i: step(
+                qs[i], buf, turned[i], batches[i].block_table, batches[i].seq_lens, site.num_kv_heads, SCALE, theirs,
+                q_len, k_scale=kv.k_scale, v_scale=kv.v_scale,
+            )
+            for i in range(count)
+        ]  # fmt: skip
+
+    def our_calls(format):
+        kernel = sparse_attention.sparse_attention(h.site(tp, format))
+        workspace, plans = prepare(kernel, batches)
+        return [lambda i=i: kernel.run(qs[i], caches[format], ids[i], plans[i], ours, workspace) for i in range(count)]
+
+    rival = "fp8_e4m3" if format == "nvfp4" else format
+    calls = {"vllm" if format == rival else "vllm fp8": peer_calls(rival)}
+    if format != rival:
+        calls["fp8 of ours"] = our_calls(rival)
+    calls["m3hal"] = our_calls(format)
+    exact = exact_attention(qs[0], caches[format], batches[0], ids[0], sample(tokens))
+    errors = {}
+    for name in {"m3hal", "vllm"} & set(calls):
+        calls[name][0]()
+        errors[f"error_{name}"] = h.relative((theirs if name == "vllm" else ours)[sample(tokens)], exact)
+    times = h.graphs(calls)
+    h.row(f"sparse decode {format}", f"TP{tp} B{requests} x{q_len}", times, floor_us=size / 4.6e6, **errors)
+
+
+def sparse_prefill_fp8(peer):
+    """One request's chunk of queries over an fp8 cache, beside the peer's, and over an nvfp4 cache."""
+    pages = 1024
+    for tp, tokens, context in ((1, 2048, 65536), (1, 8192, 65536), (4, 8192, 65536)):
+        groups = h.site(tp).num_kv_heads
+        (meta,) = h.metas(pages, 1, tokens, context, 1, seed=3)
+        before = torch.tensor([context - tokens], dtype=torch.int32, device=h.DEVICE)
+        positions = torch.arange(context - tokens, context, device=h.DEVICE)
+        ids = h.random_ids(positions, groups)
+        turned = ids.transpose(0, 1).contiguous()
+        q = torch.randn(tokens, h.site(tp).num_q_heads, 128, device=h.DEVICE, dtype=torch.bfloat16)
+        other = torch.full_like(q, float("nan"))
+        calls, outs, caches = {}, {}, {}
+        for format in ("fp8_e4m3", "nvfp4"):
+            kernel = sparse_attention.sparse_attention(h.site(tp, format))
+            workspace, (plan,) = prepare(kernel, [meta])
+            out, kv = torch.full_like(q, float("nan")), h.cache(pages, groups, True, format)
+            name = "m3hal" if format == "fp8_e4m3" else "nvfp4 of ours"
+            outs[name], caches[name] = out, kv
+            calls[name] = lambda k=kernel, kv=kv, p=plan, o=out, w=workspace: k.run(q, kv, ids, p, o, w)
+        kv = caches["m3hal"]
+
+        def peer_attend(kv=kv, turned=turned, meta=meta, before=before, q=q, other=other, tokens=tokens, groups=groups):
+            peer.sparse.minimax_m3_sparse_attn(
+                q, kv.buf.view(torch.float8_e4m3fn), turned, meta.block_table, meta.cu_q, meta.seq_lens, before, tokens,
+                groups, SCALE, other, k_scale=kv.k_scale, v_scale=kv.v_scale,
+            )  # fmt: skip
+
+        calls["vllm"] = peer_attend
+        errors = {}
+        for name, call in calls.items():
+            call()
+            kv = caches.get(name, caches["m3hal"])
+            exact = exact_attention(q, kv, meta, ids, sample(tokens))
+            errors[f"error_{name}"] = h.relative(outs.get(name, other)[sample(tokens)], exact)
+        ours = calls.pop("nvfp4 of ours")
+        times = h.events(calls)
+        case = f"TP{tp} {tokens} @ {context // 1024}K"
+        keys_seen = int(((ids >= 0).sum((1, 2)) * 128 - (127 - positions % 128) * groups).sum())
+        floor = 4 * 128 * keys_seen * 16 / 752e6
+        h.row("sparse prefill fp8_e4m3", case, times, floor_us=floor, **errors)
+        h.row("sparse prefill nvfp4", case, h.events({"m3hal": ours}), floor_us=floor)
 
 
 def prefill(peer):
@@ -317,6 +399,7 @@ def insert(peer):
 
 
 SECTIONS = {"insert": insert, "select_decode": select_decode, "sparse_decode": sparse_decode, "prefill": prefill}
+SECTIONS["sparse_prefill_fp8"] = sparse_prefill_fp8
 
 
 def main() -> None:

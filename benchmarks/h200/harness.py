@@ -20,7 +20,9 @@ from types import SimpleNamespace
 
 import torch
 
-from m3hal.layouts import KVLayout, PagedCache
+from m3hal.formats import dequantize
+from m3hal.layouts import KVLayout, PagedCache, page_map
+from m3hal.layouts.stored import stored
 from m3hal.ops import SeqMeta
 from m3hal.shape import MINIMAX_M3, ModelShape, Site
 
@@ -31,10 +33,18 @@ WARM = os.environ.get("WARM") == "1"
 ROWS: list[dict[str, object]] = []
 
 
-def site(tensor_parallel: int, dtype: str = "bfloat16", kind: str = "sparse_attention", **bounds: int) -> Site:
-    """MiniMax-M3's site on one of ``tensor_parallel`` ranks."""
+def site(tensor_parallel: int, format: str = "bfloat16", kind: str = "sparse_attention", **bounds: int) -> Site:
+    """MiniMax-M3's site on one of ``tensor_parallel`` ranks, both caches in the given format."""
     limits = {"max_tokens": 8192, "max_seqs": 64, "max_context": 524288} | bounds
-    shape = ModelShape.from_config(MINIMAX_M3, dtype=dtype, page_size=128, tensor_parallel=tensor_parallel, **limits)
+    shape = ModelShape.from_config(
+        MINIMAX_M3,
+        dtype="bfloat16",
+        page_size=128,
+        tensor_parallel=tensor_parallel,
+        kv_format=format,
+        index_format=format,
+        **limits,
+    )
     return next(s for s in shape.sites() if s.kind == kind)
 
 
@@ -68,11 +78,31 @@ def _ungated(module: object) -> Callable[[int], Callable[..., torch.Tensor]]:
     return at
 
 
-def cache(pages: int, heads: int, has_values: bool, dtype: str = "bfloat16") -> PagedCache:
-    """Random contents, hnd."""
-    made = KVLayout("hnd", dtype, 128, heads, 128, has_values).empty(pages, DEVICE)
-    made.buf.normal_()
-    return made
+def cache(pages: int, heads: int, has_values: bool, format: str = "bfloat16") -> PagedCache:
+    """Random contents in hnd, or msa_slot for nvfp4; with global scales of 1 where the format has them."""
+    layout = KVLayout(page_map(format, "hnd"), format, 128, heads, 128, has_values)
+    made = layout.empty(pages, DEVICE)
+    scales = [torch.ones((), device=DEVICE) for _ in range(2 if has_values and format != "bfloat16" else 0)]
+    if format == "bfloat16":
+        made.buf.normal_()
+    elif format == "fp8_e4m3":
+        for part in made.buf.split(1024):
+            part.copy_(torch.randn(part.shape, device=DEVICE).to(torch.float8_e4m3fn).view(torch.uint8))
+    else:
+        made.buf.random_(0, 256)
+        for name in ("k", "v")[: layout.parts]:  # E4M3 scales from 1/8 to 15/32: numbers about as large as the others'
+            where = stored(made, name).scales
+            for part in where.split(1024):
+                part.copy_(torch.randint(0x20, 0x30, part.shape, device=DEVICE, dtype=torch.uint8))
+    return PagedCache(made.buf, layout, *scales)
+
+
+def read_pages(cache: PagedCache, part: str, pages: torch.Tensor) -> torch.Tensor:
+    """fp64 [heads, len(pages) * 128, dim] of whole pages."""
+    vectors = stored(cache, part).take_pages(pages)
+    if cache.layout.format == "bfloat16":
+        return vectors.data.double()
+    return dequantize(vectors, torch.float32).double()
 
 
 def metas(pages: int, requests: int, q_len: int, seq_len: int, count: int, seed: int = 0) -> list[SeqMeta]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from m3hal_triton._decode import as_queries, dims, factor, load_keys, load_rows, load_scales
+
 
 @triton.jit
 def _larger(a, b):
@@ -17,27 +19,31 @@ def _larger(a, b):
 
 
 @triton.jit
+def _pages_of(start, until, table, table_step, PAGE: tl.constexpr, KEYS: tl.constexpr):
+    """int64, the page of KEYS keys from start on and before ``until``: one where a page holds them all, else [KEYS]."""
+    if PAGE >= KEYS:
+        page = tl.load(table + start // PAGE * table_step, mask=start < until, other=0)
+    else:
+        key = start + tl.arange(0, KEYS)
+        page = tl.load(table + key // PAGE * table_step, mask=key < until, other=0)
+    return page.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["blocks"])
 def score_few(
     index_q,
-    keys,
+    cache,
+    keys,  # _pages.Part
     cu_q,
     seq_lens,
     block_table,
     first_block,
+    shares,  # of a plan
     scores,
     blocks,  # that a row of scores has room for
-    requests,
-    q_token,
-    q_head,
-    q_dim,
-    k_page,
-    k_slot,
-    k_dim,
-    table_row,
-    table_slot,
-    score_token,
-    score_head,
-    score_block,
+    q_strides,
+    table_strides,
+    score_strides,
     HEADS: tl.constexpr,
     QT: tl.constexpr,  # at least the query tokens of any request
     ROWS: tl.constexpr,  # QT * HEADS, padded for the matrix unit
@@ -45,71 +51,75 @@ def score_few(
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
-    REQUESTS: tl.constexpr,  # padded
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,  # let the choice be launched now; it waits for this kernel's end by itself
+    EARLY: tl.constexpr,  # launched before the kernel ahead has ended
 ):
-    """Equal shares of all requests' blocks, by their real lengths, over whatever number of programs runs."""
-    program = tl.program_id(0)
-    b = tl.arange(0, REQUESTS)
-    ends = tl.load(first_block + 1 + b, mask=b < requests, other=2**31 - 1)
-    everything = tl.load(first_block + requests)
-    share = tl.maximum(tl.cdiv(everything, tl.num_programs(0)), 1)
-    at = program * share
-    stop = tl.minimum(at + share, everything)
+    """A share of all requests' blocks, by their real lengths; the plan says where each program's begins."""
+    PACKED: tl.constexpr = FORMAT == "nvfp4" or FORMAT == "mxfp4"
+    STEPS: tl.constexpr = BLOCK // KEYS
     row = tl.arange(0, ROWS)
     head = row % HEADS
-    dim = tl.arange(0, DIM)
-    STEPS: tl.constexpr = BLOCK // KEYS
+    dim = dims(DIM, FORMAT)
+    share = shares + tl.program_id(0) * 8
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    at, stop, request, base = tl.load(share), tl.load(share + 1), tl.load(share + 2), tl.load(share + 3)
+    end, first, last, seq_len = tl.load(share + 4), tl.load(share + 5), tl.load(share + 6), tl.load(share + 7)
     while at < stop:
-        request = tl.sum((ends <= at).to(tl.int32), 0)
-        base = tl.load(first_block + request)
-        end = tl.load(first_block + request + 1)
-        first = tl.load(cu_q + request)
-        last = tl.load(cu_q + request + 1)
-        seq_len = tl.load(seq_lens + request)
         until = tl.minimum(stop, end)
-        table = block_table + request.to(tl.int64) * table_row
+        table = block_table + request.to(tl.int64) * table_strides[0]
         token = (first + row // HEADS).to(tl.int64)
         live = (token < last) & (row < QT * HEADS)
         position = seq_len - (last - token).to(tl.int32)
-        queries = tl.load(
-            index_q + token[None, :] * q_token + head[None, :] * q_head + dim[:, None] * q_dim,
-            mask=live[None, :],
-            other=0.0,
-        )
+        at_q = index_q + token[None, :] * q_strides[0] + head[None, :] * q_strides[1] + dim[:, None] * q_strides[2]
+        queries, q_factor = as_queries(tl.load(at_q, mask=live[None, :], other=0.0), COMPUTE, 0)
+        q_factor = q_factor * factor(None, FORMAT)
+        target = scores + token * score_strides[0] + head * score_strides[1]
         best = tl.full((ROWS,), float("-inf"), tl.float32)
-        for step in range((at - base) * STEPS, (until - base) * STEPS):
-            block = step // STEPS
+        low, high = (at - base) * STEPS, (until - base) * STEPS
+        behind = tl.minimum(seq_len, high * KEYS)
+        following = 0
+        if PACKED:
+            key = low * KEYS + tl.arange(0, KEYS)
+            page = _pages_of(low * KEYS, behind, table, table_strides[1], PAGE, KEYS)
+            following = load_scales(cache, keys, page, 0, key % PAGE, key < behind, DIM, FORMAT, False)
+        for step in range(low, high):
             start = step * KEYS
-            if PAGE >= KEYS:
-                page = tl.load(table + (start // PAGE) * table_slot).to(tl.int64)
-                offset = (start % PAGE + tl.arange(0, KEYS))[:, None] * k_slot
-            else:
-                key_of = start + tl.arange(0, KEYS)
-                pages = tl.load(table + (key_of // PAGE) * table_slot, mask=key_of < seq_len, other=0).to(tl.int64)
-                page = 0
-                offset = pages[:, None] * k_page + (key_of % PAGE)[:, None] * k_slot
             key = start + tl.arange(0, KEYS)
-            tile = tl.load(
-                keys + page * k_page + offset + dim[None, :] * k_dim, mask=(key < seq_len)[:, None], other=0.0
-            )
+            there = key < seq_len
+            page = _pages_of(start, behind, table, table_strides[1], PAGE, KEYS)
+            scales = following
+            if PACKED:
+                later = key + KEYS
+                page_after = _pages_of(start + KEYS, behind, table, table_strides[1], PAGE, KEYS)
+                following = load_scales(cache, keys, page_after, 0, later % PAGE, later < behind, DIM, FORMAT, False)
+            tile = load_rows(cache, keys, page, 0, key % PAGE, there, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
             dots = tl.dot(tile, queries, input_precision=PRECISION)
             dots = tl.where(key[:, None] <= position[None, :], dots, float("-inf"))
             here = tl.reduce(dots, 0, _larger)
             best = tl.where(step % STEPS == 0, here, _larger(best, here))
-            where = scores + token * score_token + head * score_head + tl.cast(block, tl.int64) * score_block
-            tl.store(where, best, mask=live & (block + row * 0 < blocks))
+            block = step // STEPS
+            where = target + tl.cast(block, tl.int64) * score_strides[2]
+            tl.store(where, best * q_factor, mask=live & (block + row * 0 < blocks))
 
         at = until
+        if at < stop:
+            request += 1  # one without blocks ends where it begins, and is passed by
+            base, end = tl.load(first_block + request), tl.load(first_block + request + 1)
+            first, last = tl.load(cu_q + request), tl.load(cu_q + request + 1)
+            seq_len = tl.load(seq_lens + request)
     if EARLY:  # not at the start: programs that wait beside the readers cost these 3 % of their bandwidth
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_low", "token_high", "blocks", "requests"])
 def score_many(
     index_q,
-    keys,
+    cache,
+    keys,  # _pages.Part
     cu_q,
     seq_lens,
     block_table,
@@ -118,24 +128,19 @@ def score_many(
     token_high,
     blocks,  # that a row of scores has room for
     requests,
-    q_token,
-    q_head,
-    q_dim,
-    k_page,
-    k_slot,
-    k_dim,
-    table_row,
-    table_slot,
-    score_token,
-    score_head,
-    score_block,
+    q_strides,
+    table_strides,
+    score_strides,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    REQUESTS: tl.constexpr,  # at least the requests of any batch
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Tiles of ROWS // HEADS query tokens of one request, times shares of the blocks that the tile sees.
@@ -160,20 +165,18 @@ def score_many(
     if (newest < token_low) | (first >= token_high) | (seq_len == 0):
         return
 
-    table = block_table + request.to(tl.int64) * table_row
+    table = block_table + request.to(tl.int64) * table_strides[0]
     row = tl.arange(0, ROWS)
     head = row % HEADS
-    dim = tl.arange(0, DIM)
+    dim = dims(DIM, FORMAT)
     token = (first + row // HEADS).to(tl.int64)
     live = (token < last) & (row < TOKENS * HEADS)
     kept = live & (token >= token_low) & (token < token_high)
     position = seq_len - (last - token).to(tl.int32)
-    queries = tl.load(
-        index_q + token[:, None] * q_token + head[:, None] * q_head + dim[None, :] * q_dim,
-        mask=live[:, None],
-        other=0.0,
-    )
-    target = scores + (token - token_low) * score_token + head * score_head
+    at_q = index_q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
+    queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), COMPUTE, 1)
+    q_factor = q_factor * factor(None, FORMAT)
+    target = scores + (token - token_low) * score_strides[0] + head * score_strides[1]
 
     visible = tl.minimum((seq_len - (last - newest)) // BLOCK + 1, blocks)
     share, shares = tl.program_id(1), tl.num_programs(1)
@@ -184,27 +187,22 @@ def score_many(
     for step in range(low * STEPS, everyone * STEPS):
         start = step * KEYS
         key = start + tl.arange(0, KEYS)
-        if PAGE >= KEYS:
-            page = tl.load(table + (start // PAGE) * table_slot).to(tl.int64)
-            offset = (start % PAGE + tl.arange(0, KEYS))[None, :] * k_slot
-        else:
-            pages = tl.load(table + (key // PAGE) * table_slot).to(tl.int64)
-            page = 0
-            offset = pages[None, :] * k_page + (key % PAGE)[None, :] * k_slot
-        tile = tl.load(keys + page * k_page + offset + dim[:, None] * k_dim)
+        page = _pages_of(start, seq_len, table, table_strides[1], PAGE, KEYS)
+        scales = load_scales(cache, keys, page, 0, key % PAGE, None, DIM, FORMAT, False)
+        tile = load_keys(cache, keys, page, 0, key % PAGE, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         here = tl.reduce(tl.dot(queries, tile, input_precision=PRECISION), 1, _larger)
         best = tl.where(step % STEPS == 0, here, _larger(best, here))
         if step % STEPS == STEPS - 1:
-            tl.store(target + tl.cast(step // STEPS, tl.int64) * score_block, best, mask=kept)
+            tl.store(target + tl.cast(step // STEPS, tl.int64) * score_strides[2], best * q_factor, mask=kept)
     for step in range(everyone * STEPS, high * STEPS):
         start = step * KEYS
         key = start + tl.arange(0, KEYS)
-        written = key < seq_len
-        pages = tl.load(table + (key // PAGE) * table_slot, mask=written, other=0).to(tl.int64)
-        offset = pages[None, :] * k_page + (key % PAGE)[None, :] * k_slot
-        tile = tl.load(keys + offset + dim[:, None] * k_dim, mask=written[None, :], other=0.0)
+        there = key < seq_len
+        page = tl.load(table + key // PAGE * table_strides[1], mask=there, other=0).to(tl.int64)
+        scales = load_scales(cache, keys, page, 0, key % PAGE, there, DIM, FORMAT, False)
+        tile = load_keys(cache, keys, page, 0, key % PAGE, there, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         dots = tl.dot(queries, tile, input_precision=PRECISION)
         here = tl.reduce(tl.where(key[None, :] <= position[:, None], dots, float("-inf")), 1, _larger)
         best = tl.where(step % STEPS == 0, here, _larger(best, here))
         if step % STEPS == STEPS - 1:
-            tl.store(target + tl.cast(step // STEPS, tl.int64) * score_block, best, mask=kept)
+            tl.store(target + tl.cast(step // STEPS, tl.int64) * score_strides[2], best * q_factor, mask=kept)

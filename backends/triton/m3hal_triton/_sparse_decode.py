@@ -11,15 +11,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from m3hal_triton._decode import as_queries, dims, factor, load_keys, load_rows, load_scales
+from m3hal_triton._softmax import accumulate, clear_loose, finish
+
 
 @triton.jit
+def _locate(
+    step, exists, ids, pages, rank, table, table_step, BLOCK: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """The block, the keys [KEYS] and the page of a step; any page of a step that does not exist."""
+    here = rank == step // (BLOCK // KEYS)
+    block = tl.sum(tl.where(here, ids, 0), 0)
+    start = block * BLOCK + step % (BLOCK // KEYS) * KEYS
+    if PAGE >= BLOCK:
+        page = tl.sum(tl.where(here, pages, 0), 0)
+    else:
+        page = tl.load(table + start // PAGE * table_step, mask=exists, other=0)
+    return block, start + tl.arange(0, KEYS), page.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "chunks"])
 def attend(
     q,
-    k,
-    v,
+    cache,
+    keys,  # _pages.Part
+    values,
+    k_scale,
+    v_scale,
     block_ids,
     cu_q,
     seq_lens,
+    request_of,
+    position_of,
     block_table,
     partial,
     partial_lse,
@@ -29,27 +52,11 @@ def attend(
     tokens,
     requests,
     chunks,  # programs along the tokens of one request
-    q_token,
-    q_head,
-    q_dim,
-    k_page,
-    k_head,
-    k_slot,
-    k_dim,
-    v_page,
-    v_head,
-    v_slot,
-    v_dim,
-    id_token,
-    id_head,
-    id_slot,
-    table_row,
-    table_slot,
-    out_token,
-    out_head,
-    out_dim,
-    lse_token,
-    lse_head,
+    q_strides,
+    id_strides,
+    table_strides,
+    out_strides,
+    lse_strides,
     GROUP: tl.constexpr,  # query heads per kv head
     ROWS: tl.constexpr,  # QT * GROUP, padded for the matrix unit
     QT: tl.constexpr,
@@ -61,154 +68,105 @@ def attend(
     KEYS: tl.constexpr,  # per step; divides BLOCK and PAGE
     SPLITS: tl.constexpr,
     LSE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,  # let the merge be launched now; it waits for this kernel's end by itself
+    EARLY: tl.constexpr,  # launched before the kernel ahead has ended
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    PACKED: tl.constexpr = FORMAT == "nvfp4"
     split = tl.program_id(0)
     group = tl.program_id(1)
     work = tl.program_id(2)
-    request = work // chunks
-    first = tl.load(cu_q + request) + work % chunks * QT
-    last = tl.load(cu_q + request + 1)
-    owned = tl.load(cu_q + requests)
-    seq_len = tl.load(seq_lens + request)
-
     row = tl.arange(0, ROWS)
     head = group * GROUP + row % GROUP
-    dim = tl.arange(0, DIM)
-    if split == 0:  # tokens that belong to no request: rows of zeros
-        for token in range(owned + work, tokens, tl.num_programs(2)):
-            one = row < GROUP
-            at = out + tl.cast(token, tl.int64) * out_token + head[:, None] * out_head + dim[None, :] * out_dim
-            tl.store(at, tl.zeros((ROWS, DIM), out.dtype.element_ty), mask=one[:, None])
-            if LSE:
-                tl.store(lse + tl.cast(token, tl.int64) * lse_token + head * lse_head, float("-inf"), mask=one)
-    if first >= last:
-        return
-
-    token = (first + row // GROUP).to(tl.int64)
-    live = (token < last) & (row < QT * GROUP)
-    position = seq_len - (last - token).to(tl.int32)
-    queries = tl.load(
-        q + token[:, None] * q_token + head[:, None] * q_head + dim[None, :] * q_dim, mask=live[:, None], other=0.0
-    )
-
-    # the union of the tokens' blocks, in the order of first occurrence
+    dim = dims(DIM, FORMAT)
     entry = tl.arange(0, QT * IDS_PADDED)
-    id_of = (first + entry // IDS_PADDED).to(tl.int64)
     slot = entry % IDS_PADDED
-    ids = tl.load(
-        block_ids + id_of * id_token + group * id_head + slot * id_slot, mask=(id_of < last) & (slot < IDS), other=-1
-    )
-    reachable = (ids >= 0) & (ids.to(tl.int64) * BLOCK <= seq_len - (last - id_of))
-    keep = reachable
-    if QT > 1:
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        if SPLITS > 1:
+            tl.extra.cuda.gdc_launch_dependents()
+
+    # whose tokens, and the union of their blocks in the order of first occurrence
+    if QT == 1:
+        request = tl.load(request_of + work)
+        newest = tl.load(position_of + work)  # -1 without a request: nothing is reachable, and the row is zeros
+        token = row.to(tl.int64) * 0 + work
+        live = row < GROUP
+        position = row * 0 + newest
+        at_ids = block_ids + tl.cast(work, tl.int64) * id_strides[0] + group * id_strides[1] + slot * id_strides[2]
+        ids = tl.load(at_ids, mask=slot < IDS, other=-1)
+        keep = (ids >= 0) & (ids.to(tl.int64) * BLOCK <= newest)
+    else:
+        request = work // chunks
+        first = tl.load(cu_q + request) + work % chunks * QT
+        last = tl.load(cu_q + request + 1)
+        seq_len = tl.load(seq_lens + request)
+        if split == 0 and SPLITS == 1:
+            loose = tl.load(cu_q + requests) + work
+            clear_loose(
+                loose, tokens, tl.num_programs(2), head, dim, row < GROUP, out, lse, out_strides, lse_strides,
+                ROWS, DIM, LSE,
+            )  # fmt: skip
+        if first >= last:
+            return
+        newest = seq_len - 1
+        token = (first + row // GROUP).to(tl.int64)
+        live = (token < last) & (row < QT * GROUP)
+        position = seq_len - (last - token).to(tl.int32)
+        id_of = (first + entry // IDS_PADDED).to(tl.int64)
+        at_ids = block_ids + id_of * id_strides[0] + group * id_strides[1] + slot * id_strides[2]
+        ids = tl.load(at_ids, mask=(id_of < last) & (slot < IDS), other=-1)
+        reachable = (ids >= 0) & (ids.to(tl.int64) * BLOCK <= seq_len - (last - id_of))
         earlier = (ids[:, None] == ids[None, :]) & reachable[None, :] & (entry[None, :] < entry[:, None])
         keep = reachable & (tl.max(earlier.to(tl.int32), 1) == 0)
+        column = tl.arange(0, IDS_PADDED)  # which rows selected a block
+        at_ids = block_ids + token[:, None] * id_strides[0] + group * id_strides[1] + column[None, :] * id_strides[2]
+        row_ids = tl.load(at_ids, mask=live[:, None] & (column < IDS)[None, :], other=-1)
     rank = tl.where(keep, tl.cumsum(keep.to(tl.int32), 0) - 1, -1)
-    count = tl.sum(keep.to(tl.int32), 0)
-    table = block_table + request.to(tl.int64) * table_row
+    steps = tl.sum(keep.to(tl.int32), 0) * (BLOCK // KEYS)
+    begin, end = split * steps // SPLITS, (split + 1) * steps // SPLITS
+    table = block_table + request.to(tl.int64) * table_strides[0]
+    pages = ids
     if PAGE >= BLOCK:
-        pages = tl.load(table + (ids * BLOCK // PAGE) * table_slot, mask=keep, other=0)
-    if QT > 1:  # which rows selected the block
-        column = tl.arange(0, IDS_PADDED)
-        row_ids = tl.load(
-            block_ids + token[:, None] * id_token + group * id_head + column[None, :] * id_slot,
-            mask=live[:, None] & (column < IDS)[None, :],
-            other=-1,
-        )
+        pages = tl.load(table + (ids * BLOCK // PAGE) * table_strides[1], mask=keep, other=0)
+    at_q = q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
+    queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), COMPUTE, 1)
+    score_factor = q_factor * (scale * factor(k_scale, FORMAT))
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM), tl.float32)
-    STEPS: tl.constexpr = BLOCK // KEYS
-    for step in range(split * count // SPLITS * STEPS, (split + 1) * count // SPLITS * STEPS):
-        here = rank == step // STEPS
-        block = tl.sum(tl.where(here, ids, 0), 0)
-        start = block * BLOCK + step % STEPS * KEYS
-        if PAGE >= BLOCK:
-            page = tl.sum(tl.where(here, pages, 0), 0).to(tl.int64)
-        else:
-            page = tl.load(table + (start // PAGE) * table_slot).to(tl.int64)
-        key = start + tl.arange(0, KEYS)
-        written = key < seq_len
-        keys = tl.load(
-            k + page * k_page + group * k_head + (key % PAGE)[None, :] * k_slot + dim[:, None] * k_dim,
-            mask=written[None, :],
-            other=0.0,
-        )
-        scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
+    k_next, v_next = 0, 0
+    if PACKED:
+        exists = begin < end
+        _, key, page = _locate(begin, exists, ids, pages, rank, table, table_strides[1], BLOCK, PAGE, KEYS)
+        there = (key <= newest) & (begin + key * 0 < end)
+        k_next = load_scales(cache, keys, page, group, key % PAGE, there, DIM, FORMAT, False)
+        v_next = load_scales(cache, values, page, group, key % PAGE, there, DIM, FORMAT, True)
+    for step in range(begin, end):
+        block, key, page = _locate(step, True, ids, pages, rank, table, table_strides[1], BLOCK, PAGE, KEYS)
+        there = key <= newest
+        offset = key % PAGE
+        k_scales, v_scales = k_next, v_next
+        if PACKED:
+            exists = step + 1 < end
+            _, later, page_after = _locate(
+                step + 1, exists, ids, pages, rank, table, table_strides[1], BLOCK, PAGE, KEYS
+            )
+            more = (later <= newest) & (step + 1 + later * 0 < end)
+            k_next = load_scales(cache, keys, page_after, group, later % PAGE, more, DIM, FORMAT, False)
+            v_next = load_scales(cache, values, page_after, group, later % PAGE, more, DIM, FORMAT, True)
+        k_tile = load_keys(cache, keys, page, group, offset, there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        scores = tl.dot(queries, k_tile, input_precision=PRECISION) * score_factor[:, None]
         visible = key[None, :] <= position[:, None]
         if QT > 1:
             visible = visible & (tl.max((row_ids == block).to(tl.int32), 1) > 0)[:, None]
         scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(top - base)
-        weights = tl.exp2(scores - base[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        values = tl.load(
-            v + page * v_page + group * v_head + (key % PAGE)[:, None] * v_slot + dim[None, :] * v_dim,
-            mask=written[:, None],
-            other=0.0,
-        )
-        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-        top = higher
-
-    seen = total > 0
-    result = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
-    result = tl.where((total != total)[:, None], float("nan"), result)
-    base2 = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    base2 = tl.where(total != total, float("nan"), base2)
-    if SPLITS > 1:
-        part = (token * (tl.num_programs(1) * GROUP) + head) * SPLITS + split
-        tl.store(partial + part[:, None] * DIM + dim[None, :], result, mask=live[:, None])
-        tl.store(partial_lse + part, base2, mask=live)
-    else:
-        at = out + token[:, None] * out_token + head[:, None] * out_head + dim[None, :] * out_dim
-        tl.store(at, result.to(out.dtype.element_ty), mask=live[:, None])
-        if LSE:
-            tl.store(lse + token * lse_token + head * lse_head, base2 * 0.6931471805599453, mask=live)
-
-
-@triton.jit
-def merge_splits(
-    partial,
-    partial_lse,
-    request_of,
-    out,
-    lse,
-    heads,
-    out_token,
-    out_head,
-    out_dim,
-    lse_token,
-    lse_head,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LSE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """One row of the result: a token's head, over its splits. Tokens without a request have their result already."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    request = tl.load(request_of + token)
-    split = tl.arange(0, SPLITS)
-    dim = tl.arange(0, DIM)
-    part = (token * heads + head) * SPLITS + split
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    real, wide = request + split * 0 >= 0, request + dim * 0 >= 0
-    base2 = tl.load(partial_lse + part, mask=real, other=float("-inf"))
-    values = tl.load(partial + part[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0)
-    top = tl.max(base2, 0)
-    weight = tl.exp2(base2 - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weight, 0)
-    empty = total == 0
-    result = tl.sum(values * weight[:, None], 0) / tl.where(empty, 1.0, total)
-    tl.store(out + token * out_token + head * out_head + dim * out_dim, result.to(out.dtype.element_ty), mask=wide)
-    if LSE:
-        natural = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
-        tl.store(lse + token * lse_token + head * lse_head, natural, mask=request >= 0)
+        v_tile = load_rows(cache, values, page, group, offset, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        top, total, acc = accumulate(scores, v_tile, top, total, acc, COMPUTE, PRECISION)
+    finish(
+        top, total, acc, factor(v_scale, FORMAT), token, head, dim, live, split, partial, partial_lse, out, lse,
+        tl.num_programs(1) * GROUP, out_strides, lse_strides, DIM, SPLITS, LSE,
+    )  # fmt: skip

@@ -14,8 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from m3hal_triton._decode import factor, load_keys, load_rows, load_scales, natural
+from m3hal_triton._softmax import LN_2, accumulate
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["tokens", "slots", "piece"])
 def count(
     block_ids,
     request_of,
@@ -26,9 +29,7 @@ def count(
     tokens,
     slots,  # counters of one piece
     piece,  # tokens of one piece
-    id_token,
-    id_head,
-    id_slot,
+    id_strides,
     GROUPS: tl.constexpr,
     IDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -38,7 +39,9 @@ def count(
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     token, group, slot = entry // (GROUPS * IDS), entry // IDS % GROUPS, entry % IDS
     inside = token < tokens
-    block = tl.load(block_ids + token * id_token + group * id_head + slot * id_slot, mask=inside, other=-1)
+    block = tl.load(
+        block_ids + token * id_strides[0] + group * id_strides[1] + slot * id_strides[2], mask=inside, other=-1
+    )
     position = tl.load(position_of + token, mask=inside, other=-1)
     selects = (block >= 0) & (block.to(tl.int64) * BLOCK <= position)
     request = tl.load(request_of + token, mask=selects, other=0)
@@ -47,7 +50,7 @@ def count(
     tl.store(ranks + entry, tl.where(selects, rank, -1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "slots"])
 def offsets(
     counts,
     starts,
@@ -79,7 +82,7 @@ def offsets(
     tl.store(totals + piece, items_before)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "slots", "piece", "max_items"])
 def scatter(
     block_ids,
     request_of,
@@ -96,11 +99,8 @@ def scatter(
     slots,
     piece,
     max_items,
-    id_token,
-    id_head,
-    id_slot,
-    table_row,
-    table_slot,
+    id_strides,
+    table_strides,
     GROUPS: tl.constexpr,
     IDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -113,7 +113,9 @@ def scatter(
     token, group, slot = entry // (GROUPS * IDS), entry // IDS % GROUPS, entry % IDS
     rank = tl.load(ranks + entry, mask=token < tokens, other=-1)
     selects = rank >= 0
-    block = tl.load(block_ids + token * id_token + group * id_head + slot * id_slot, mask=selects, other=0)
+    block = tl.load(
+        block_ids + token * id_strides[0] + group * id_strides[1] + slot * id_strides[2], mask=selects, other=0
+    )
     request = tl.load(request_of + token, mask=selects, other=0)
     mine = token // piece
     home = mine * slots + (tl.load(first_block + request, mask=selects, other=0) + block) * GROUPS + group
@@ -126,7 +128,9 @@ def scatter(
     item = tl.load(items + home, mask=leads, other=0) + rank // CHUNK
     record = work + (mine * max_items + item) * 8
     page = tl.load(
-        block_table + request.to(tl.int64) * table_row + (block * BLOCK // PAGE) * table_slot, mask=leads, other=0
+        block_table + request.to(tl.int64) * table_strides[0] + (block * BLOCK // PAGE) * table_strides[1],
+        mask=leads,
+        other=0,
     )
     tl.store(record, start + rank, mask=leads)
     tl.store(record + 1, tl.minimum(n - rank, CHUNK), mask=leads)
@@ -137,10 +141,30 @@ def scatter(
 
 
 @triton.jit
+def _tiles(
+    cache, keys, values, page, head, offset, there,
+    DIM: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Keys [DIM, KEYS] and values [KEYS, DIM] in the order of the elements: they meet many gathered queries."""
+    k_scales = load_scales(cache, keys, page, head, offset, there, DIM, FORMAT, False)
+    v_scales = load_scales(cache, values, page, head, offset, there, DIM, FORMAT, True)
+    if FORMAT == "nvfp4":
+        k_rows = load_rows(cache, keys, page, head, offset, there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        k_tile = tl.trans(natural(k_rows, DIM, KEYS, FORMAT))
+    else:
+        k_tile = load_keys(cache, keys, page, head, offset, there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+    v_tile = load_rows(cache, values, page, head, offset, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+    return k_tile, natural(v_tile, DIM, KEYS, FORMAT)
+
+
+@triton.jit(do_not_specialize=["first_token"])
 def attend_block(
     q,
-    k,
-    v,
+    cache,
+    keys,  # _pages.Part
+    values,
+    k_scale,
+    v_scale,
     order,
     work,
     totals,
@@ -150,19 +174,8 @@ def attend_block(
     partial_lse,
     scale,  # includes log2(e)
     first_token,
-    q_token,
-    q_head,
-    q_dim,
-    k_page,
-    k_head,
-    k_slot,
-    k_dim,
-    v_page,
-    v_head,
-    v_slot,
-    v_dim,
-    table_row,
-    table_slot,
+    q_strides,
+    table_strides,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -172,6 +185,9 @@ def attend_block(
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One work item: the partial result of each entry, divided by its own sum, and its log2 sum of exponentials.
@@ -192,15 +208,15 @@ def attend_block(
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
     head = group * GROUP + row % GROUP
+    scale = scale * factor(k_scale, FORMAT)
+    value_factor = factor(v_scale, FORMAT)
     whole: tl.constexpr = (KEYS == BLOCK) and (PAGE >= BLOCK)
     if whole:
-        page = page_of.to(tl.int64)
         key = block * BLOCK + tl.arange(0, BLOCK)
-        written = key < seq_len
-        at_k = k + page * k_page + group * k_head + (key % PAGE)[None, :] * k_slot + dim[:, None] * k_dim
-        at_v = v + page * v_page + group * v_head + (key % PAGE)[:, None] * v_slot + dim[None, :] * v_dim
-        keys = tl.load(at_k, mask=written[None, :], other=0.0)
-        values = tl.load(at_v, mask=written[:, None], other=0.0)
+        k_tile, v_tile = _tiles(
+            cache, keys, values, page_of.to(tl.int64), group, key % PAGE, key < seq_len, DIM, KEYS, FORMAT, COMPUTE,
+            NATIVE,
+        )  # fmt: skip
 
     # queries are fetched one tile ahead and entries two: the gather hides behind the products
     of_tile = row // GROUP
@@ -209,7 +225,7 @@ def attend_block(
     token_next = (first_token + entry_next // IDS).to(tl.int64)
     live_next = real & (of_tile < n)
     position_next = tl.load(position_of + token_next, mask=live_next, other=-1)
-    at_q = q + token_next[:, None] * q_token + head[:, None] * q_head + dim[None, :] * q_dim
+    at_q = q + token_next[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
     queries_next = tl.load(at_q, mask=live_next[:, None], other=0.0)
     entry_after = tl.load(order + start + QUERIES + of_tile, mask=real & (QUERIES + of_tile < n), other=0)
     for done in tl.range(0, n, QUERIES, num_stages=1):
@@ -218,47 +234,40 @@ def attend_block(
         live_next = real & (done + QUERIES + of_tile < n)
         token_next = (first_token + entry_next // IDS).to(tl.int64)
         position_next = tl.load(position_of + token_next, mask=live_next, other=-1)
-        at_q = q + token_next[:, None] * q_token + head[:, None] * q_head + dim[None, :] * q_dim
+        at_q = q + token_next[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
         queries_next = tl.load(at_q, mask=live_next[:, None], other=0.0)
         far = done + 2 * QUERIES + of_tile
         entry_after = tl.load(order + start + far, mask=real & (far < n), other=0)
         if whole:
-            scores = tl.dot(queries, keys, input_precision=PRECISION)
+            scores = tl.dot(queries, k_tile, input_precision=PRECISION)
             scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
             top = tl.maximum(tl.max(scores, 1) * scale, -1e38)
             weights = tl.exp2(scores * scale - top[:, None])
             total = tl.sum(weights, 1)
-            acc = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+            acc = tl.dot(weights.to(COMPUTE), v_tile, input_precision=PRECISION)
         else:
             top = tl.full((ROWS,), -1e38, tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
             acc = tl.zeros((ROWS, DIM), tl.float32)
-            table = block_table + request.to(tl.int64) * table_row
+            table = block_table + request.to(tl.int64) * table_strides[0]
             for low in range(0, BLOCK, KEYS):
                 part = block * BLOCK + low + tl.arange(0, KEYS)
                 there = part < seq_len
-                pages = tl.load(table + (part // PAGE) * table_slot, mask=there, other=0).to(tl.int64)
-                off_k = k + pages * k_page + group * k_head + (part % PAGE) * k_slot
-                off_v = v + pages * v_page + group * v_head + (part % PAGE) * v_slot
-                some_keys = tl.load(off_k[None, :] + dim[:, None] * k_dim, mask=there[None, :], other=0.0)
-                some_values = tl.load(off_v[:, None] + dim[None, :] * v_dim, mask=there[:, None], other=0.0)
+                pages = tl.load(table + (part // PAGE) * table_strides[1], mask=there, other=0).to(tl.int64)
+                some_keys, some_values = _tiles(
+                    cache, keys, values, pages, group, part % PAGE, there, DIM, KEYS, FORMAT, COMPUTE, NATIVE
+                )
                 scores = tl.dot(queries, some_keys, input_precision=PRECISION) * scale
                 scores = tl.where(part[None, :] <= position[:, None], scores, float("-inf"))
-                higher = tl.maximum(top, tl.max(scores, 1))
-                shrink = tl.exp2(top - higher)
-                weights = tl.exp2(scores - higher[:, None])
-                total = total * shrink + tl.sum(weights, 1)
-                acc = acc * shrink[:, None] + tl.dot(
-                    weights.to(some_values.dtype), some_values, input_precision=PRECISION
-                )
-                top = higher
+                top, total, acc = accumulate(scores, some_values, top, total, acc, COMPUTE, PRECISION)
         out_row = (entry // IDS).to(tl.int64) * (HEADS * IDS) + head * IDS + entry % IDS
         to = partial + out_row[:, None] * DIM + dim[None, :]
-        tl.store(to, (acc * (1.0 / total)[:, None]).to(partial.dtype.element_ty), mask=live[:, None])
+        result = acc * (value_factor / total)[:, None]
+        tl.store(to, result.to(partial.dtype.element_ty), mask=live[:, None])
         tl.store(partial_lse + out_row, top + tl.log2(total), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token"])
 def merge(
     partial,
     partial_lse,
@@ -266,11 +275,8 @@ def merge(
     out,
     lse,
     first_token,
-    out_token,
-    out_head,
-    out_dim,
-    lse_token,
-    lse_head,
+    out_strides,
+    lse_strides,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -295,7 +301,8 @@ def merge(
     total = tl.sum(weight, 0)
     empty = total == 0
     result = tl.sum(part.to(tl.float32) * weight[:, None], 0) / tl.where(empty, 1.0, total)
-    tl.store(out + token * out_token + head * out_head + dim * out_dim, result.to(out.dtype.element_ty))
+    at = out + token * out_strides[0] + head * out_strides[1] + dim * out_strides[2]
+    tl.store(at, result.to(out.dtype.element_ty))
     if LSE:
-        natural = tl.where(empty, float("-inf"), (base + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
-        tl.store(lse + token * lse_token + head * lse_head, natural)
+        natural = tl.where(empty, float("-inf"), (base + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+        tl.store(lse + token * lse_strides[0] + head * lse_strides[1], natural)

@@ -6,14 +6,12 @@ from m3hal.shape import Site
 
 
 def cache(site: Site) -> str | None:
-    """The cache holds the activations' dtype."""
-    if site.kv_format != site.dtype:
-        return f"kv_format is {site.kv_format} and dtype is {site.dtype}; these kernels take a cache of the same dtype"
-    return None
+    """The main cache's numbers are no finer than the activations."""
+    return _coarser("kv_format", site.kv_format, site)
 
 
 def attention(site: Site) -> str | None:
-    """The cache holds the activations' dtype, and a block and a page nest."""
+    """As :func:`cache`, and a block and a page nest."""
     return cache(site) or _nesting(site)
 
 
@@ -40,10 +38,14 @@ def _power_of_two(value: int) -> bool:
 
 
 def indexer(site: Site) -> str | None:
-    """The index cache holds the activations' dtype, and a block and a page nest."""
-    if site.index_format != site.dtype:
-        return f"index_format is {site.index_format} and dtype is {site.dtype}; these kernels take a cache of one dtype"
-    return _nesting(site)
+    """The index cache's numbers are no finer than the activations, and a block and a page nest."""
+    return _coarser("index_format", site.index_format, site) or _nesting(site)
+
+
+def _coarser(name: str, format: str, site: Site) -> str | None:
+    if format == "float32" and site.dtype != "float32":
+        return f"{name} is float32 and dtype is {site.dtype}; products in {site.dtype} would round the cache's numbers"
+    return None
 
 
 def _nesting(site: Site) -> str | None:

@@ -9,20 +9,24 @@ _HEADS = (
     at_most("num_q_heads", 256),
     at_least("scale", 1e-6),
 )
-_CACHE = one_of("kv_format", "float32", "bfloat16")
+_KV = one_of("kv_format", "float32", "bfloat16", "fp8_e4m3", "nvfp4")
 _STORED = (
     one_of("kv_format", "float32", "bfloat16", "fp8_e4m3", "nvfp4"),
     one_of("index_format", "", "float32", "bfloat16", "fp8_e4m3", "nvfp4", "mxfp4"),
 )
 _BLOCKS = (multiple_of("block_size", 16), at_most("top_k_blocks", 64))
-_INDEX = one_of("index_dim", 32, 64, 128)
+_INDEX = (
+    one_of("index_dim", 32, 64, 128),
+    one_of("index_format", "float32", "bfloat16", "fp8_e4m3", "nvfp4", "mxfp4"),
+    at_most("num_index_heads", 16),
+)
 _RANKED = (at_most("top_k_blocks", 64), at_most("max_context", 1 << 20))
-_SHARED = ("_plan.py", "_launch.py")
+_SHARED = ("_plan.py", "_launch.py", "_decode.py", "_pages.py")
 
 _ROW = (_PLAIN, at_most("hidden_size", 16384))
 _CACHE_PAGES = ("hnd", "nhd")
 _EVERY_PAGE = (*_CACHE_PAGES, "msa_slot", "planar")
-_WRITES = ("_encode.py", "_pages.py")
+_WRITES = ("_encode.py", "_pages.py", "_rows.py", "_launch.py")
 
 
 def _by_dtype(path: str, limits: tuple[Limit, ...], predicate: str, files: tuple[str, ...]) -> tuple[Impl, ...]:
@@ -33,7 +37,7 @@ def _by_dtype(path: str, limits: tuple[Limit, ...], predicate: str, files: tuple
             limits=(one_of("dtype", dtype), *limits),
             predicate=predicate,
             traits=traits,
-            layouts=_CACHE_PAGES,
+            layouts=_EVERY_PAGE,
             files=files,
             name=dtype,
         )
@@ -61,30 +65,40 @@ MANIFEST = Manifest(
                 files=_WRITES,
             ),
         ),
+        "kv_read": (
+            Impl(
+                "m3hal_triton.kv_read:kv_read",
+                limits=_STORED,
+                layouts=_EVERY_PAGE,
+                files=("_pages.py", "_rows.py"),
+            ),
+        ),
+        "kv_copy_blocks": (Impl("m3hal_triton.kv_copy_blocks:kv_copy_blocks", memory="self", layouts=_EVERY_PAGE),),
+        "rope_partial": (Impl("m3hal_triton.rope_partial:rope_partial", limits=(_PLAIN,), files=("_rows.py",)),),
         "qk_norm_rope_insert": (
             Impl(
                 "m3hal_triton.qk_norm_rope_insert:qk_norm_rope_insert",
                 limits=(_PLAIN, *_STORED, *_HEADS),
                 predicate="m3hal_triton.limits:rotated_cache",
                 layouts=_EVERY_PAGE,
-                files=(*_WRITES, "_launch.py"),
+                files=_WRITES,
             ),
         ),
         "block_scores": (
             Impl(
                 "m3hal_triton.select_blocks:block_scores",
-                limits=(_PLAIN, _INDEX, at_most("num_index_heads", 16), *_BLOCKS, *_RANKED),
+                limits=(_PLAIN, *_INDEX, *_BLOCKS, *_RANKED),
                 predicate="m3hal_triton.limits:indexer",
-                layouts=_CACHE_PAGES,
+                layouts=_EVERY_PAGE,
                 files=("_score.py", "_choose.py", "topk_blocks.py", *_SHARED),
             ),
         ),
         "select_blocks": (
             Impl(
                 "m3hal_triton.select_blocks:select_blocks",
-                limits=(_PLAIN, _INDEX, at_most("num_index_heads", 16), *_BLOCKS, *_RANKED),
+                limits=(_PLAIN, *_INDEX, *_BLOCKS, *_RANKED),
                 predicate="m3hal_triton.limits:indexer",
-                layouts=_CACHE_PAGES,
+                layouts=_EVERY_PAGE,
                 files=("_score.py", "_choose.py", "topk_blocks.py", *_SHARED),
             ),
         ),
@@ -92,15 +106,15 @@ MANIFEST = Manifest(
         "merge_topk": (Impl("m3hal_triton.topk_blocks:merge_topk", limits=_RANKED, files=("_choose.py",)),),
         "sparse_attention": _by_dtype(
             "m3hal_triton.sparse_attention:sparse_attention",
-            limits=(_CACHE, *_HEADS, *_BLOCKS),
+            limits=(_KV, *_HEADS, *_BLOCKS),
             predicate="m3hal_triton.limits:attention",
-            files=("_sparse_decode.py", "_sparse_prefill.py", *_SHARED),
+            files=("_softmax.py", "_sparse_decode.py", "_sparse_prefill.py", *_SHARED),
         ),
         "paged_attention": _by_dtype(
             "m3hal_triton.paged_attention:paged_attention",
-            limits=(_CACHE, *_HEADS),
+            limits=(_KV, *_HEADS),
             predicate="m3hal_triton.limits:cache",
-            files=("_sparse_decode.py", *_SHARED),
+            files=("_softmax.py", *_SHARED),
         ),
     },
 )

@@ -16,6 +16,18 @@ from m3hal.dispatch.manifest import Kernel
 from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
+from m3hal_triton import _pages
+from m3hal_triton._decode import (
+    as_queries,
+    check_alignment,
+    compute_dtype,
+    dims,
+    factor,
+    load_keys,
+    load_rows,
+    load_scales,
+    native,
+)
 from m3hal_triton._launch import (
     DOT_PRECISION,
     LOG2_E,
@@ -26,12 +38,14 @@ from m3hal_triton._launch import (
     programmatic,
 )
 from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
-from m3hal_triton._sparse_decode import merge_splits
+from m3hal_triton._softmax import accumulate, clear_loose, finish, merge_splits
 
 #: query tokens of one program
 MAX_QUERY_TILE = 8
 #: rows of the matrix unit's smallest tile
 MIN_ROWS = 16
+#: of one step, at most
+KEYS = 64
 #: of one program's work, and programs of a split batch, at most
 MAX_SPLITS = 32
 MAX_SPLIT_PROGRAMS = 1024
@@ -57,7 +71,7 @@ class _Run:
         self._site = site
         self._group = site.num_q_heads // site.num_kv_heads
         self._narrow = site.dtype == "float32"  # IEEE products of fp32 hold their operands in registers
-        self._keys = min(common_power_of_two(site.page_size), 16 if self._narrow else 64)
+        self._keys = min(common_power_of_two(site.page_size), 16 if self._narrow else KEYS)
         self._tile = max(1, MIN_ROWS // self._group) if self._narrow else MAX_QUERY_TILE
         self._fake = partial(load("paged_attention").fake, return_lse=site.return_lse)
 
@@ -71,6 +85,7 @@ class _Run:
     ) -> Output:
         site, meta = self._site, batch.meta
         result = self._fake(q, kv, meta) if out is None else out
+        check_alignment(kv)
         requests = meta.seq_lens.shape[0]
         output, lse = result if site.return_lse else (result, result)
         if not q.shape[0] or not requests:
@@ -86,12 +101,12 @@ class _Run:
         words = workspace.view(torch.float32)
         rows = q.shape[0] * site.num_q_heads * splits if splits > 1 else 0
         partials, partial_lse = words[: rows * site.head_dim], words[rows * site.head_dim :]
-        k, v = kv.k, kv.v
         padded = max(MIN_ROWS, triton.next_power_of_2(tile * self._group))
         attend_dense[(splits, site.num_kv_heads, requests * chunks)](
-            q, k, v, meta.cu_q, meta.seq_lens, meta.block_table, partials, partial_lse, output, lse,
+            q, _pages.memory(kv), _pages.keys(kv), _pages.values(kv), kv.k_scale, kv.v_scale,
+            meta.cu_q, meta.seq_lens, meta.block_table, partials, partial_lse, output, lse,
             site.scale * LOG2_E, q.shape[0], requests, chunks,
-            *q.stride(), *k.stride(), *v.stride(), *meta.block_table.stride(), *output.stride(), *lse.stride()[:2],
+            q.stride(), meta.block_table.stride(), output.stride(), lse.stride(),
             GROUP=self._group,
             ROWS=padded,
             QT=tile,
@@ -102,6 +117,9 @@ class _Run:
             WINDOW=site.window_left,
             SPLITS=splits,
             LSE=site.return_lse,
+            FORMAT=site.kv_format,
+            COMPUTE=compute_dtype(site.kv_format, site.dtype),
+            NATIVE=native(q.device),
             PRECISION=DOT_PRECISION,
             EARLY=early,
             num_warps=8 if self._narrow or padded > 64 else 4,
@@ -109,19 +127,21 @@ class _Run:
         )  # fmt: skip
         if splits > 1:
             merge_splits[(q.shape[0], site.num_q_heads)](
-                partials, partial_lse, batch.request, output, lse, site.num_q_heads,
-                *output.stride(), *lse.stride()[:2],
+                partials, partial_lse, batch.request, output, lse, site.num_q_heads, output.stride(), lse.stride(),
                 DIM=site.head_dim, SPLITS=splits, LSE=site.return_lse, EARLY=early,
                 num_warps=max(1, splits // 16), **after(early),
             )  # fmt: skip
         return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "requests", "chunks"])
 def attend_dense(
     q,
-    k,
-    v,
+    cache,
+    keys,  # _pages.Part
+    values,
+    k_scale,
+    v_scale,
     cu_q,
     seq_lens,
     block_table,
@@ -133,24 +153,10 @@ def attend_dense(
     tokens,
     requests,
     chunks,  # programs along the tokens of one request
-    q_token,
-    q_head,
-    q_dim,
-    k_page,
-    k_head,
-    k_slot,
-    k_dim,
-    v_page,
-    v_head,
-    v_slot,
-    v_dim,
-    table_row,
-    table_slot,
-    out_token,
-    out_head,
-    out_dim,
-    lse_token,
-    lse_head,
+    q_strides,
+    table_strides,
+    out_strides,
+    lse_strides,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     QT: tl.constexpr,
@@ -161,8 +167,11 @@ def attend_dense(
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     LSE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr,  # let the merge be launched now; it waits for this kernel's end by itself
 ):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -172,26 +181,25 @@ def attend_dense(
     request = work // chunks
     first = tl.load(cu_q + request) + work % chunks * QT
     last = tl.load(cu_q + request + 1)
-    owned = tl.load(cu_q + requests)
     seq_len = tl.load(seq_lens + request)
     row = tl.arange(0, ROWS)
     head = group * GROUP + row % GROUP
-    dim = tl.arange(0, DIM)
-    if split == 0:  # tokens that belong to no request: rows of zeros
-        for loose in range(owned + work, tokens, tl.num_programs(2)):
-            one = row < GROUP
-            to = out + tl.cast(loose, tl.int64) * out_token + head[:, None] * out_head + dim[None, :] * out_dim
-            tl.store(to, tl.zeros((ROWS, DIM), out.dtype.element_ty), mask=one[:, None])
-            if LSE:
-                tl.store(lse + tl.cast(loose, tl.int64) * lse_token + head * lse_head, float("-inf"), mask=one)
+    dim = dims(DIM, FORMAT)
+    if split == 0 and SPLITS == 1:
+        loose = tl.load(cu_q + requests) + work
+        clear_loose(
+            loose, tokens, tl.num_programs(2), head, dim, row < GROUP, out, lse, out_strides, lse_strides,
+            ROWS, DIM, LSE,
+        )  # fmt: skip
     if first >= last:
         return
 
     token = (first + row // GROUP).to(tl.int64)
     live = (token < last) & (row < QT * GROUP)
     position = seq_len - (last - token).to(tl.int32)
-    at_q = q + token[:, None] * q_token + head[:, None] * q_head + dim[None, :] * q_dim
-    queries = tl.load(at_q, mask=live[:, None], other=0.0)
+    at_q = q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
+    queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), COMPUTE, 1)
+    score_factor = q_factor * (scale * factor(k_scale, FORMAT))
     oldest = seq_len - (last - first)
     newest = seq_len - (last - tl.minimum(first + QT, last)) - 1
     low = 0
@@ -202,46 +210,43 @@ def attend_dense(
     begin = low + split * (high - low) // SPLITS
     end = low + (split + 1) * (high - low) // SPLITS
 
-    table = block_table + request.to(tl.int64) * table_row
+    table = block_table + request.to(tl.int64) * table_strides[0]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM), tl.float32)
+    k_next, v_next = 0, 0
+    if FORMAT == "nvfp4":
+        key = begin * KEYS + tl.arange(0, KEYS)
+        there = (key < seq_len) & (begin + key * 0 < end)
+        page = tl.load(table + begin * KEYS // PAGE * table_strides[1], mask=begin < end, other=0).to(tl.int64)
+        k_next = load_scales(cache, keys, page, group, key % PAGE, there, DIM, FORMAT, False)
+        v_next = load_scales(cache, values, page, group, key % PAGE, there, DIM, FORMAT, True)
     for step in range(begin, end):
         start = step * KEYS
-        page = tl.load(table + (start // PAGE) * table_slot).to(tl.int64)
+        page = tl.load(table + (start // PAGE) * table_strides[1]).to(tl.int64)
         offset = start % PAGE + tl.arange(0, KEYS)
         key = start + tl.arange(0, KEYS)
         written = key < seq_len
-        at_k = k + page * k_page + group * k_head + offset[None, :] * k_slot + dim[:, None] * k_dim
-        keys = tl.load(at_k, mask=written[None, :], other=0.0)
-        scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
+        k_scales, v_scales = k_next, v_next
+        if FORMAT == "nvfp4":
+            later = key + KEYS
+            there = (later < seq_len) & (step + 1 + later * 0 < end)
+            page_after = tl.load(
+                table + (start + KEYS) // PAGE * table_strides[1], mask=step + 1 < end, other=0
+            ).to(tl.int64)  # fmt: skip
+            k_next = load_scales(cache, keys, page_after, group, later % PAGE, there, DIM, FORMAT, False)
+            v_next = load_scales(cache, values, page_after, group, later % PAGE, there, DIM, FORMAT, True)
+        k_tile = load_keys(cache, keys, page, group, offset, written, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        scores = tl.dot(queries, k_tile, input_precision=PRECISION) * score_factor[:, None]
         visible = written[None, :] & live[:, None]
         if CAUSAL:
             visible = visible & (key[None, :] <= position[:, None])
         if WINDOW >= 0:
             visible = visible & (key[None, :] >= position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(top - base)
-        weights = tl.exp2(scores - base[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        at_v = v + page * v_page + group * v_head + offset[:, None] * v_slot + dim[None, :] * v_dim
-        values = tl.load(at_v, mask=written[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-        top = higher
-
-    seen = total > 0
-    result = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
-    result = tl.where((total != total)[:, None], float("nan"), result)
-    base2 = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    base2 = tl.where(total != total, float("nan"), base2)
-    if SPLITS > 1:
-        part = (token * (tl.num_programs(1) * GROUP) + head) * SPLITS + split
-        tl.store(partial + part[:, None] * DIM + dim[None, :], result, mask=live[:, None])
-        tl.store(partial_lse + part, base2, mask=live)
-    else:
-        at = out + token[:, None] * out_token + head[:, None] * out_head + dim[None, :] * out_dim
-        tl.store(at, result.to(out.dtype.element_ty), mask=live[:, None])
-        if LSE:
-            tl.store(lse + token * lse_token + head * lse_head, base2 * 0.6931471805599453, mask=live)
+        v_tile = load_rows(cache, values, page, group, offset, written, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        top, total, acc = accumulate(scores, v_tile, top, total, acc, COMPUTE, PRECISION)
+    finish(
+        top, total, acc, factor(v_scale, FORMAT), token, head, dim, live, split, partial, partial_lse, out, lse,
+        tl.num_programs(1) * GROUP, out_strides, lse_strides, DIM, SPLITS, LSE,
+    )  # fmt: skip

@@ -12,7 +12,9 @@ from m3hal.dispatch.manifest import Kernel
 from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
-from m3hal_triton._launch import DOT_PRECISION, common_power_of_two, multiprocessors, programmatic
+from m3hal_triton import _pages
+from m3hal_triton._decode import check_alignment, compute_dtype, native
+from m3hal_triton._launch import DOT_PRECISION, after, common_power_of_two, multiprocessors, programmatic
 from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
 from m3hal_triton._score import score_few, score_many
 from m3hal_triton.topk_blocks import launch_topk
@@ -25,20 +27,35 @@ MIN_SHARE = 4
 SCORE_BYTES = 128 << 20
 
 
-@dataclass
-class Tuning:
-    """Launch parameters found on an H200. programs: of a decode, a multiple of the multiprocessors."""
+@dataclass(frozen=True)
+class Decode:
+    """Launch parameters of a decode. programs: on each multiprocessor."""
 
     programs: int = 2
     warps: int = 4
     stages: int = 5
-    rows: int = 128  # of a prefill's tile
-    prefill_warps: int = 4
-    prefill_stages: int = 3
-    waves: int = 8  # of programs that a prefill is split into at least
 
 
-TUNING = Tuning()
+@dataclass
+class Prefill:
+    """Launch parameters of a prefill. waves: of programs that it is split into at least."""
+
+    rows: int = 128
+    warps: int = 4
+    stages: int = 3
+    waves: int = 8
+
+
+#: found on an H200, by cache format
+DECODE = {
+    "bfloat16": Decode(),
+    "fp8_e4m3": Decode(),
+    "nvfp4": Decode(programs=3, stages=4),
+    "mxfp4": Decode(programs=3, stages=4),
+}
+#: IEEE products of fp32 hold their operands in registers
+NARROW = Decode(stages=2)
+PREFILL = Prefill()
 
 
 def select_blocks(site: Site) -> Kernel:
@@ -56,6 +73,7 @@ def block_scores(site: Site) -> Kernel:
 
 def _kernel(site: Site, run: _Indexer, workspace_bytes: int) -> Kernel:
     bounds = {"max_tokens": site.max_tokens, "max_seqs": site.max_seqs, "block_size": site.block_size}
+    bounds["programs"] = run.tuning.programs
     return Kernel(
         run=run,
         workspace_bytes=workspace_bytes,
@@ -74,34 +92,33 @@ class _Indexer:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._heads = site.num_index_heads
-        narrow = site.dtype == "float32"  # IEEE products of fp32 hold their operands in registers
-        self._keys = min(common_power_of_two(site.block_size, 1 << 30), 32 if narrow else 128)
-        self._narrow = narrow
-        self._rows = 16 if narrow else TUNING.rows
+        self._narrow = site.dtype == "float32"
+        self.tuning = NARROW if self._narrow else DECODE[site.index_format]
+        self._keys = min(common_power_of_two(site.block_size), 32 if self._narrow else 128)
+        self._rows = 16 if self._narrow else PREFILL.rows
+        self._requests = triton.next_power_of_2(max(site.max_seqs, 1))
 
     def _few(
         self, index_q: torch.Tensor, cache: PagedCache, batch: BatchPlan, scores: torch.Tensor, early: bool = False
     ) -> None:
         """Scores of all tokens, equal shares of all requests' blocks for each program."""
         site, meta, heads = self._site, batch.meta, self._heads
-        keys = cache.k
+        check_alignment(cache)
         tile = triton.next_power_of_2(max(meta.max_q, 1))
-        score_few[(TUNING.programs * multiprocessors(index_q.device),)](
+        score_few[(len(batch.shares),)](
             index_q,
-            keys,
+            _pages.memory(cache),
+            _pages.keys(cache),
             meta.cu_q,
             meta.seq_lens,
             meta.block_table,
             batch.first_block,
+            batch.shares,
             scores,
             scores.shape[2],
-            meta.seq_lens.shape[0],
-            *index_q.stride(),
-            keys.stride(0),
-            keys.stride(2),
-            keys.stride(3),
-            *meta.block_table.stride(),
-            *scores.stride(),
+            index_q.stride(),
+            meta.block_table.stride(),
+            scores.stride(),
             HEADS=heads,
             QT=tile,
             ROWS=max(16, triton.next_power_of_2(tile * heads)),
@@ -109,11 +126,14 @@ class _Indexer:
             BLOCK=site.block_size,
             PAGE=site.page_size,
             KEYS=self._keys,
-            REQUESTS=triton.next_power_of_2(meta.seq_lens.shape[0]),
+            FORMAT=site.index_format,
+            COMPUTE=compute_dtype(site.index_format, site.dtype),
+            NATIVE=native(index_q.device),
             PRECISION=DOT_PRECISION,
             EARLY=early,
-            num_warps=TUNING.warps,
-            num_stages=2 if self._narrow else TUNING.stages,
+            num_warps=self.tuning.warps,
+            num_stages=self.tuning.stages,
+            **after(early),
         )
 
     def _many(
@@ -121,14 +141,15 @@ class _Indexer:
     ) -> None:
         """Scores of tokens low .. high-1 into ``scores`` [high - low, Hi, blocks]."""
         site, meta = self._site, batch.meta
-        keys = cache.k
+        check_alignment(cache)
         requests = meta.seq_lens.shape[0]
         tiles = triton.cdiv(index_q.shape[0], self._rows // self._heads) + requests
-        programs = TUNING.waves * multiprocessors(index_q.device)
+        programs = PREFILL.waves * multiprocessors(index_q.device)
         shares = max(1, min(triton.cdiv(programs, tiles), scores.shape[2] // MIN_SHARE, 64))
         score_many[(tiles, shares)](
             index_q,
-            keys,
+            _pages.memory(cache),
+            _pages.keys(cache),
             meta.cu_q,
             meta.seq_lens,
             meta.block_table,
@@ -137,22 +158,22 @@ class _Indexer:
             high,
             scores.shape[2],
             requests,
-            *index_q.stride(),
-            keys.stride(0),
-            keys.stride(2),
-            keys.stride(3),
-            *meta.block_table.stride(),
-            *scores.stride(),
+            index_q.stride(),
+            meta.block_table.stride(),
+            scores.stride(),
             HEADS=self._heads,
             ROWS=self._rows,
             DIM=site.index_dim,
             BLOCK=site.block_size,
             PAGE=site.page_size,
             KEYS=self._keys,
-            REQUESTS=triton.next_power_of_2(requests),
+            REQUESTS=self._requests,
+            FORMAT=site.index_format,
+            COMPUTE=compute_dtype(site.index_format, site.dtype),
+            NATIVE=native(index_q.device),
             PRECISION=DOT_PRECISION,
-            num_warps=4 if self._narrow else TUNING.prefill_warps,
-            num_stages=2 if self._narrow else TUNING.prefill_stages,
+            num_warps=4 if self._narrow else PREFILL.warps,
+            num_stages=2 if self._narrow else PREFILL.stages,
         )
 
 

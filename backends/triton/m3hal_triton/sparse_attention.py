@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from m3hal.dispatch.manifest import Kernel
 from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
+from m3hal_triton import _pages
 from m3hal_triton import _sparse_prefill as prefill
+from m3hal_triton._decode import check_alignment, compute_dtype, native
 from m3hal_triton._launch import (
     DOT_PRECISION,
     LOG2_E,
@@ -24,7 +27,8 @@ from m3hal_triton._launch import (
     programmatic,
 )
 from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
-from m3hal_triton._sparse_decode import attend, merge_splits
+from m3hal_triton._softmax import merge_splits
+from m3hal_triton._sparse_decode import attend
 
 #: query tokens of a request up to which it is decoded or verified, not prefilled
 FEW_TOKENS = 8
@@ -32,6 +36,8 @@ FEW_TOKENS = 8
 MAX_QUERY_TILE = 4
 #: programs of a split decode, at most
 MAX_SPLIT_PROGRAMS = 1024
+#: parts of one token's keys, at most
+MAX_SPLITS = 32
 #: rows of the matrix unit's smallest tile
 MIN_ROWS = 16
 #: bytes of a prefill's workspace
@@ -42,23 +48,35 @@ SORT_COUNTERS = 1 << 20
 ENTRIES = 1024
 
 
-@dataclass
-class Tuning:
-    """Launch parameters found on an H200. programs: that a decode is split into, a multiple of the multiprocessors."""
+@dataclass(frozen=True)
+class Decode:
+    """Launch parameters of a decode. programs: that it is split into at most, a multiple of the multiprocessors."""
 
     programs: int = 2
     keys: int = 64
     warps: int = 4
     stages: int = 3
-    verify_warps: int = 4
-    verify_stages: int = 3
+
+
+@dataclass
+class Prefill:
+    """Launch parameters of a prefill."""
+
     chunk: int = 32  # entries of a work item
     rows: int = 64
-    prefill_warps: int = 4
+    warps: int = 4
     merge_warps: int = 1
 
 
-TUNING = Tuning()
+#: found on an H200, by cache format: of decode, and of verify
+DECODE = {
+    "bfloat16": (Decode(), Decode()),
+    "fp8_e4m3": (Decode(keys=128), Decode(keys=128)),
+    "nvfp4": (Decode(keys=128), Decode(keys=128)),
+}
+#: IEEE products of fp32 hold their operands in registers
+NARROW = Decode(keys=16, warps=8, stages=2)
+PREFILL = Prefill()
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -81,8 +99,10 @@ class _Run:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._group = site.num_q_heads // site.num_kv_heads
-        self._narrow = site.dtype == "float32"  # IEEE products of fp32 hold their operands in registers
-        self._keys = min(common_power_of_two(site.block_size, site.page_size), 16 if self._narrow else TUNING.keys)
+        self._narrow = site.dtype == "float32"
+        most = common_power_of_two(site.block_size, site.page_size)
+        tuned = (NARROW, NARROW) if self._narrow else DECODE[site.kv_format]
+        self._tuning = tuple(replace(tuning, keys=min(tuning.keys, most)) for tuning in tuned)
         self._fake = partial(load("sparse_attention").fake, return_lse=site.return_lse)
         self._decode_bytes = self._decode_workspace()
         self.workspace_bytes = self._decode_bytes
@@ -96,7 +116,7 @@ class _Run:
     def _decode_workspace(self) -> int:
         """Bytes of the partial results: a batch is split only while its splits are at most MAX_SPLIT_PROGRAMS."""
         rows = MAX_SPLIT_PROGRAMS * MAX_QUERY_TILE * self._group
-        return 4 * min(rows, self._site.max_tokens * self._site.num_q_heads * 16) * (self._site.head_dim + 1)
+        return 4 * min(rows, self._site.max_tokens * self._site.num_q_heads * MAX_SPLITS) * (self._site.head_dim + 1)
 
     def _prefill_sort_bytes(self) -> int:
         """Bytes of ranks, order, work items and counters."""
@@ -117,6 +137,7 @@ class _Run:
     ) -> Output:
         result = self._fake(q, kv, block_ids, batch.meta) if out is None else out
         output, lse = result if self._site.return_lse else (result, result)
+        check_alignment(kv)
         if q.shape[0] and batch.meta.seq_lens.shape[0]:
             run = self._decode if batch.meta.max_q <= FEW_TOKENS else self._prefill
             run(q, kv, block_ids, batch, output, lse, workspace)
@@ -128,40 +149,44 @@ class _Run:
 
     def _decode(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]
         site, meta = self._site, batch.meta
-        requests = meta.seq_lens.shape[0]
+        requests, tokens = meta.seq_lens.shape[0], q.shape[0]
         tile = min(triton.next_power_of_2(max(meta.max_q, 1)), MAX_QUERY_TILE)
         chunks = triton.cdiv(max(meta.max_q, 1), tile)
-        programs = requests * chunks * site.num_kv_heads
-        room = min(TUNING.programs * multiprocessors(q.device), MAX_SPLIT_PROGRAMS) // programs
-        splits = min(power_of_two_below(room), power_of_two_below(site.top_k_blocks))
-        k, v = kv.k, kv.v
+        tiles = tokens if tile == 1 else requests * chunks
+        tuning = self._tuning[tile > 1]
+        room = min(tuning.programs * multiprocessors(q.device), MAX_SPLIT_PROGRAMS) // (tiles * site.num_kv_heads)
+        steps = site.top_k_blocks * site.block_size // tuning.keys
+        splits = min(power_of_two_below(room), power_of_two_below(steps), MAX_SPLITS)
         words = workspace.view(torch.float32)
-        rows = q.shape[0] * site.num_q_heads * splits
-        early = splits > 1 and programmatic(q.device)
+        rows = tokens * site.num_q_heads * splits
+        early = programmatic(q.device)
         partials, partial_lse = words[: rows * site.head_dim], words[rows * site.head_dim :]
-        attend[(splits, site.num_kv_heads, requests * chunks)](
+        attend[(splits, site.num_kv_heads, tiles)](
             q,
-            k,
-            v,
+            _pages.memory(kv),
+            _pages.keys(kv),
+            _pages.values(kv),
+            kv.k_scale,
+            kv.v_scale,
             block_ids,
             meta.cu_q,
             meta.seq_lens,
+            batch.request,
+            batch.position,
             meta.block_table,
             partials,
             partial_lse,
             output,
             lse,
             site.scale * LOG2_E,
-            q.shape[0],
+            tokens,
             requests,
             chunks,
-            *q.stride(),
-            *k.stride(),
-            *v.stride(),
-            *block_ids.stride(),
-            *meta.block_table.stride(),
-            *output.stride(),
-            *lse.stride()[:2],
+            q.stride(),
+            block_ids.stride(),
+            meta.block_table.stride(),
+            output.stride(),
+            lse.stride(),
             GROUP=self._group,
             ROWS=max(MIN_ROWS, triton.next_power_of_2(tile * self._group)),
             QT=tile,
@@ -170,18 +195,21 @@ class _Run:
             IDS_PADDED=triton.next_power_of_2(block_ids.shape[2]),
             BLOCK=site.block_size,
             PAGE=site.page_size,
-            KEYS=self._keys,
+            KEYS=tuning.keys,
             SPLITS=splits,
             LSE=site.return_lse,
+            FORMAT=site.kv_format,
+            COMPUTE=compute_dtype(site.kv_format, site.dtype),
+            NATIVE=native(q.device),
             PRECISION=DOT_PRECISION,
             EARLY=early,
-            num_warps=8 if self._narrow else (TUNING.warps if tile == 1 else TUNING.verify_warps),
-            num_stages=2 if self._narrow else (TUNING.stages if tile == 1 else TUNING.verify_stages),
+            num_warps=tuning.warps,
+            num_stages=tuning.stages,
+            **after(early),
         )
         if splits > 1:
-            merge_splits[(q.shape[0], site.num_q_heads)](
-                partials, partial_lse, batch.request, output, lse, site.num_q_heads,
-                *output.stride(), *lse.stride()[:2],
+            merge_splits[(tokens, site.num_q_heads)](
+                partials, partial_lse, batch.request, output, lse, site.num_q_heads, output.stride(), lse.stride(),
                 DIM=site.head_dim, SPLITS=splits, LSE=site.return_lse, EARLY=early, num_warps=1, **after(early),
             )  # fmt: skip
 
@@ -210,17 +238,17 @@ class _Run:
         sort.counts.zero_()
         prefill.count[grid](
             block_ids, request, position, batch.first_block, sort.counts, sort.ranks, n, sort.slots, piece,
-            *block_ids.stride(), **statics, num_warps=4,
+            block_ids.stride(), **statics, num_warps=4,
         )  # fmt: skip
         prefill.offsets[(sort.pieces,)](
             sort.counts, sort.starts, sort.items, sort.totals, batch.first_block, meta.seq_lens.shape[0], sort.slots,
-            GROUPS=groups, CHUNK=TUNING.chunk, WIDE=2048, num_warps=8,
+            GROUPS=groups, CHUNK=PREFILL.chunk, WIDE=2048, num_warps=8,
         )  # fmt: skip
         prefill.scatter[grid](
             block_ids, request, meta.seq_lens, batch.first_block, meta.block_table, sort.counts, sort.starts,
             sort.items, sort.ranks, sort.order, sort.work, n, sort.slots, piece, sort.max_items,
-            *block_ids.stride(), *meta.block_table.stride(), **statics, PAGE=site.page_size,
-            CHUNK=TUNING.chunk, num_warps=4,
+            block_ids.stride(), meta.block_table.stride(), **statics, PAGE=site.page_size,
+            CHUNK=PREFILL.chunk, num_warps=4,
         )  # fmt: skip
 
     def _piece_of(self, sort, index, first_token, count, room, q, kv, ids, batch, output, lse) -> None:  # type: ignore[no-untyped-def]
@@ -231,12 +259,14 @@ class _Run:
         partials = room[:split].view(q.dtype)
         partial_lse = room[split : split + 4 * rows].view(torch.float32)
         local = index * sort.piece
-        k, v = kv.k, kv.v
         whole = not self._narrow and site.page_size >= site.block_size
         prefill.attend_block[(sort.max_items,)](
             q,
-            k,
-            v,
+            _pages.memory(kv),
+            _pages.keys(kv),
+            _pages.values(kv),
+            kv.k_scale,
+            kv.v_scale,
             sort.order[local * site.num_kv_heads * ids :],
             sort.work[index],
             sort.totals[index:],
@@ -246,21 +276,22 @@ class _Run:
             partial_lse,
             site.scale * LOG2_E,
             first_token,
-            *q.stride(),
-            *k.stride(),
-            *v.stride(),
-            *meta.block_table.stride(),
+            q.stride(),
+            meta.block_table.stride(),
             HEADS=site.num_q_heads,
             GROUP=group,
             GROUPS=site.num_kv_heads,
             IDS=ids,
-            ROWS=max(MIN_ROWS if self._narrow else TUNING.rows, triton.next_power_of_2(group)),
+            ROWS=max(MIN_ROWS if self._narrow else PREFILL.rows, triton.next_power_of_2(group)),
             DIM=site.head_dim,
             BLOCK=site.block_size,
             PAGE=site.page_size,
-            KEYS=site.block_size if whole else self._keys,
+            KEYS=site.block_size if whole else self._tuning[0].keys,
+            FORMAT=site.kv_format,
+            COMPUTE=tl.float32 if self._narrow else tl.bfloat16,
+            NATIVE=native(q.device),
             PRECISION=DOT_PRECISION,
-            num_warps=4 if self._narrow else TUNING.prefill_warps,
+            num_warps=4 if self._narrow else PREFILL.warps,
         )
         prefill.merge[(site.num_q_heads, count)](
             partials,
@@ -269,8 +300,8 @@ class _Run:
             output,
             lse,
             first_token,
-            *output.stride(),
-            *lse.stride()[:2],
+            output.stride(),
+            lse.stride(),
             HEADS=site.num_q_heads,
             GROUP=group,
             GROUPS=site.num_kv_heads,
@@ -278,7 +309,7 @@ class _Run:
             IDS_PADDED=triton.next_power_of_2(ids),
             DIM=site.head_dim,
             LSE=site.return_lse,
-            num_warps=TUNING.merge_warps,
+            num_warps=PREFILL.merge_warps,
         )
 
 
@@ -287,7 +318,7 @@ class _Sort:
 
     def __init__(self, workspace: torch.Tensor, n: int, piece: int, slots: int, per_token: int) -> None:
         self.slots, self.piece, self.pieces = slots, piece, triton.cdiv(n, piece)
-        self.max_items = min(slots, piece * per_token) + triton.cdiv(piece * per_token, TUNING.chunk)
+        self.max_items = min(slots, piece * per_token) + triton.cdiv(piece * per_token, PREFILL.chunk)
         sizes = [n * per_token, n * per_token, 8 * self.pieces * self.max_items]
         sizes += [self.pieces * slots] * 3 + [self.pieces]
         words = workspace.view(torch.int32)[: sum(sizes)].split(sizes)

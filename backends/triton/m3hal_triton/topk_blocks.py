@@ -55,8 +55,8 @@ def launch_topk(
         visible,
         out,
         scores.shape[-1],
-        *strides,
-        *out.stride(),
+        strides,
+        out.stride(),
         DIVISOR=divisor,
         TOPK=site.top_k_blocks,
         TOPK_PADDED=triton.next_power_of_2(site.top_k_blocks),
@@ -69,45 +69,42 @@ def launch_topk(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _choose_row(
     scores,
     visible_of,
     out,
     blocks,
-    score_token,
-    score_head,
-    score_block,
-    out_token,
-    out_head,
-    out_slot,
+    score_strides,
+    out_strides,
     DIVISOR: tl.constexpr,
     TOPK: tl.constexpr,
     TOPK_PADDED: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
     BLOCKS: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before the scores are complete, which what else it reads is
 ):
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     visible = tl.load(visible_of + token)
     if DIVISOR > 1:
         visible = tl.where(visible < 0, 0, visible // DIVISOR + 1)
     visible = tl.minimum(visible, blocks)
     block = tl.arange(0, BLOCKS)
     present = block < visible
-    at = scores + token * score_token + head * score_head + block.to(tl.int64) * score_block
+    at = scores + token * score_strides[0] + head * score_strides[1] + block.to(tl.int64) * score_strides[2]
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     score = tl.load(at, mask=present, other=0.0)
     forced = present & ((block < INIT) | (block >= visible - LOCAL))
     position = place(order_key(score, forced, present), tl.minimum(visible, TOPK))
-    row = out + token * out_token + head * out_head
-    tl.store(row + position * out_slot, block, mask=position >= 0)
+    row = out + token * out_strides[0] + head * out_strides[1]
+    tl.store(row + position * out_strides[2], block, mask=position >= 0)
     slot = tl.arange(0, TOPK_PADDED)
     none = tl.full((TOPK_PADDED,), -1, tl.int32)
-    tl.store(row + slot * out_slot, none, mask=(slot >= visible) & (slot < TOPK))
+    tl.store(row + slot * out_strides[2], none, mask=(slot >= visible) & (slot < TOPK))
 
 
 def _merge(
@@ -126,9 +123,9 @@ def _merge(
             ids,
             visible_blocks,
             out,
-            *scores.stride(),
-            *ids.stride(),
-            *out.stride(),
+            scores.stride(),
+            ids.stride(),
+            out.stride(),
             OFFERS=shards * k,
             K=k,
             CANDIDATES=triton.next_power_of_2(shards * k + forced),
@@ -147,17 +144,9 @@ def _merge_rows(
     ids,
     visible_of,
     out,
-    score_shard,
-    score_token,
-    score_head,
-    score_slot,
-    id_shard,
-    id_token,
-    id_head,
-    id_slot,
-    out_token,
-    out_head,
-    out_slot,
+    score_strides,
+    id_strides,
+    out_strides,
     OFFERS: tl.constexpr,
     K: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -173,10 +162,10 @@ def _merge_rows(
     c = tl.arange(0, CANDIDATES)
     offered = c < OFFERS
     at = (c // K).to(tl.int64)
-    id_at = ids + at * id_shard + token * id_token + head * id_head + (c % K) * id_slot
+    id_at = ids + at * id_strides[0] + token * id_strides[1] + head * id_strides[2] + (c % K) * id_strides[3]
     ident = tl.load(id_at, mask=offered, other=-1)
-    score_at = scores + at * score_shard + token * score_token + head * score_head + (c % K) * score_slot
-    score = tl.load(score_at, mask=offered, other=0.0)
+    where = at * score_strides[0] + token * score_strides[1] + head * score_strides[2] + (c % K) * score_strides[3]
+    score = tl.load(scores + where, mask=offered, other=0.0)
     # forced blocks count once, offered or not: as candidates of their own, so the offers of them are dropped
     first, last = c - OFFERS, visible - 1 - (c - OFFERS - INIT)
     by_force = tl.where(c < OFFERS + INIT, tl.where(first < visible, first, -1), tl.where(last >= INIT, last, -1))
@@ -192,8 +181,10 @@ def _merge_rows(
     chosen = present & (rank < TOPK)
     lower = chosen[None, :] & (ident[None, :] < ident[:, None])
     slot = tl.sum(lower.to(tl.int32), 1)
-    row = out + token * out_token + head * out_head
-    tl.store(row + slot * out_slot, ident, mask=chosen)
+    row = out + token * out_strides[0] + head * out_strides[1]
+    tl.store(row + slot * out_strides[2], ident, mask=chosen)
     empty = tl.arange(0, TOPK_PADDED)
     count = tl.sum(chosen.to(tl.int32), 0)
-    tl.store(row + empty * out_slot, tl.full((TOPK_PADDED,), -1, tl.int32), mask=(empty >= count) & (empty < TOPK))
+    tl.store(
+        row + empty * out_strides[2], tl.full((TOPK_PADDED,), -1, tl.int32), mask=(empty >= count) & (empty < TOPK)
+    )

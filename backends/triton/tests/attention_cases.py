@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from m3hal.layouts import KVLayout, PagedCache
-from m3hal.ops import SeqMeta
+from m3hal.formats import PLAIN_FORMATS
+from m3hal.layouts import KVLayout, PagedCache, page_map
+from m3hal.layouts.stored import stored
+from m3hal.ops import SeqMeta, load
 from m3hal.shape import MINIMAX_M3, ModelShape, Site
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,21 +68,29 @@ class Batch:
         """A strided view [T, heads, dim], as a slice of a projection's row is."""
         return self.randn(self.tokens, 2, heads, dim)[:, 1]
 
-    def cache(self, heads: int, dim: int, has_values: bool, strided: bool | None = None) -> PagedCache:
-        """Keys random, values random plus the number of their block; NaN wherever no token was written."""
+    def cache(
+        self, heads: int, dim: int, has_values: bool, strided: bool | None = None, format: str = ""
+    ) -> PagedCache:
+        """Keys random, values random plus the number of their block; NaN wherever no token was written.
+
+        format: the activations' dtype unless given; such a cache has global scales that are no power of two.
+        """
         site = self.site
-        layout = KVLayout(self.layout, _name(self.dtype), site.page_size, heads, dim, has_values)
+        format = format or _name(self.dtype)
+        layout = KVLayout(page_map(format, self.layout), format, site.page_size, heads, dim, has_values)
         outer = 2 if (self.strided if strided is None else strided) else 1
-        buffer = torch.full((self.pages, outer, *layout.page_shape()), float("nan"), dtype=self.dtype)
-        cache = PagedCache(buffer[:, outer - 1], layout)
+        buffer = torch.empty(self.pages, outer, *layout.page_shape(), dtype=layout.dtype)
+        buffer.view(torch.uint8).fill_(0xFF)  # a NaN in every format, and in every scale
+        scaled = has_values and format in ("fp8_e4m3", "nvfp4")
+        scales = [torch.tensor(scale, device=DEVICE) for scale in (0.37, 1.9)] if scaled else []
+        cache = PagedCache(buffer[:, outer - 1], layout, *(scale.cpu() for scale in scales))
         for request, (_, seq_len) in enumerate(self.lengths):
-            for position in range(seq_len):
-                page, slot = self.table[request, position // site.page_size], position % site.page_size
-                cache.k[page, :, slot] = torch.randn(heads, dim, generator=self._random).to(self.dtype)
-                if has_values:
-                    value = torch.randn(heads, dim, generator=self._random) + position // site.block_size
-                    cache.v[page, :, slot] = value.to(self.dtype)
-        return PagedCache(buffer.to(DEVICE)[:, outer - 1], layout)
+            position = torch.arange(seq_len)
+            slots = self.table[request, position // site.page_size] * site.page_size + position % site.page_size
+            k = torch.randn(seq_len, heads, dim, generator=self._random).to(self.dtype)
+            v = torch.randn(seq_len, heads, dim, generator=self._random) + position[:, None, None] // site.block_size
+            load("kv_write").reference(cache, k, v.to(self.dtype) if has_values else None, slots)
+        return PagedCache(buffer.to(DEVICE)[:, outer - 1], layout, *scales)
 
     def block_ids(self, groups: int) -> torch.Tensor:
         """Random selections [T, groups, k]: ascending, the query's own block in, -1 in the tail."""
@@ -108,13 +118,21 @@ class Batch:
                 for position in range(seq_len):
                     if position // site.block_size not in chosen:
                         page, slot = self.table[request, position // site.page_size], position % site.page_size
-                        cache.k[page, group, slot] = float("nan")
-                        cache.v[page, group, slot] = float("nan")
+                        for part in (stored(cache, "k"), stored(cache, "v")):
+                            _spoil(part.codes[page, group, slot])
+                            if part.scales is not None:
+                                _spoil(part.scales[page, group, slot // 4, slot % 4])
             start += q_len
 
 
+def _spoil(vector: torch.Tensor) -> None:
+    vector.fill_(float("nan")) if vector.is_floating_point() else vector.fill_(0xFF)
+
+
 def double(cache: PagedCache) -> PagedCache:
-    """The same cache in fp64, for the exact oracle."""
+    """The same cache in fp64, for the exact oracle; one of stored codes as it is."""
+    if cache.layout.format not in PLAIN_FORMATS:
+        return cache
     return PagedCache(cache.buf.double(), cache.layout)
 
 

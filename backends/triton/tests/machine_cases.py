@@ -12,10 +12,17 @@ from m3hal.ops import QKNorms, SeqMeta
 from m3hal.shape import MINIMAX_M3, ModelShape, Site
 
 
-def site(kind: str, dtype: str) -> Site:
-    """A site of MiniMax-M3 on one GPU."""
+def site(kind: str, dtype: str, format: str | None = None) -> Site:
+    """A site of MiniMax-M3 on one GPU; format: of its caches, where it is not the dtype."""
     shape = ModelShape.from_config(
-        MINIMAX_M3, dtype=dtype, page_size=128, max_tokens=8192, max_seqs=64, max_context=65536
+        MINIMAX_M3,
+        dtype=dtype,
+        page_size=128,
+        max_tokens=8192,
+        max_seqs=64,
+        max_context=65536,
+        kv_format=format if format != "mxfp4" else None,
+        index_format=format,
     )
     return next(site for site in shape.sites() if site.kind == kind)
 
@@ -35,28 +42,37 @@ def planned(kernel: object, meta: SeqMeta) -> object:
     return kernel.plan_batch(meta, torch.empty(kernel.plan_bytes, dtype=torch.uint8))
 
 
-def _sparse(dtype: str, requests: int, q_len: int) -> None:
+def cache(format: str, heads: int, has_values: bool) -> PagedCache:
+    """Four pages, with the global scales that the format has."""
+    made = KVLayout(page_map(format, "hnd"), format, 128, heads, 128, has_values).empty(4)
+    scaled = has_values and format in ("fp8_e4m3", "nvfp4")
+    return PagedCache(made.buf, made.layout, torch.ones(()), torch.ones(())) if scaled else made
+
+
+def _sparse(dtype: str, requests: int, q_len: int, format: str | None = None) -> None:
     from m3hal_triton.sparse_attention import sparse_attention
 
-    where = site("sparse_attention", dtype)
+    where = site("sparse_attention", dtype, format)
     kernel = sparse_attention(where)
     kind = getattr(torch, dtype)
-    kv = KVLayout("hnd", dtype, 128, where.num_kv_heads, 128, True).empty(4)
+    kv = cache(where.kv_format, where.num_kv_heads, True)
     q = torch.empty(requests * q_len, where.num_q_heads, 128, dtype=kind)
     ids = torch.empty(requests * q_len, where.num_kv_heads, 16, dtype=torch.int32)
     kernel.run(q, kv, ids, planned(kernel, batch(requests, q_len, 4096)), workspace=scratch(kernel))
 
 
-def _indexer(operator: str, dtype: str, requests: int, q_len: int, seq_len: int = 4096) -> None:
+def _indexer(
+    operator: str, dtype: str, requests: int, q_len: int, seq_len: int = 4096, format: str | None = None
+) -> None:
     from m3hal_triton import select_blocks
 
-    where = site("sparse_attention", dtype)
+    where = site("sparse_attention", dtype, format)
     kernel = getattr(select_blocks, operator)(where)
-    cache = KVLayout("hnd", dtype, 128, 1, 128, False).empty(4)
+    keys = cache(where.index_format, 1, False)
     index_q = torch.empty(requests * q_len, where.num_index_heads, 128, dtype=getattr(torch, dtype))
     plan = planned(kernel, batch(requests, q_len, seq_len))
     extra = {"workspace": scratch(kernel)} if kernel.workspace_bytes else {}
-    kernel.run(index_q, cache, plan, **extra)
+    kernel.run(index_q, keys, plan, **extra)
 
 
 def _insert(dtype: str, kv_format: str = "", index_format: str = "") -> None:
@@ -85,12 +101,32 @@ def _write(format: str, heads: int = 4, values: bool = True) -> None:
     kv_write(where)(_cache(format, heads, values), x, x if values else None, torch.zeros(8, dtype=torch.int64))
 
 
-def _dense(dtype: str, requests: int, q_len: int) -> None:
+def _read(format: str) -> None:
+    from m3hal_triton.kv_read import kv_read
+
+    kv_read(site("sparse_attention", "bfloat16"))(_cache(format, 4, True), torch.zeros(8, dtype=torch.int64))
+
+
+def _copy() -> None:
+    from m3hal_triton.kv_copy_blocks import kv_copy_blocks
+
+    pages = [_cache("nvfp4", 4, True) for _ in range(2)]
+    kv_copy_blocks(site("sparse_attention", "bfloat16"))(*pages, torch.zeros(2, 2, dtype=torch.int64))
+
+
+def _rope(dtype: str) -> None:
+    from m3hal_triton.rope_partial import rope_partial
+
+    x, positions = torch.empty(8, 64, 128, dtype=getattr(torch, dtype)), torch.zeros(8, dtype=torch.int64)
+    rope_partial(site("sparse_attention", dtype))(x, positions, torch.empty(4096, 64))
+
+
+def _dense(dtype: str, requests: int, q_len: int, format: str | None = None) -> None:
     from m3hal_triton.paged_attention import paged_attention
 
-    where = site("dense_attention", dtype)
+    where = site("dense_attention", dtype, format)
     kernel = paged_attention(where)
-    kv = KVLayout("hnd", dtype, 128, where.num_kv_heads, 128, True).empty(4)
+    kv = cache(where.kv_format, where.num_kv_heads, True)
     q = torch.empty(requests * q_len, where.num_q_heads, 128, dtype=getattr(torch, dtype))
     kernel.run(q, kv, planned(kernel, batch(requests, q_len, 4096)), workspace=scratch(kernel))
 
@@ -127,9 +163,25 @@ CASES: dict[str, Callable[[], None]] = {
     "write bf16": partial(_write, "bfloat16"),
     "write fp8": partial(_write, "fp8_e4m3"),
     "write nvfp4": partial(_write, "nvfp4"),
+    "read fp8": partial(_read, "fp8_e4m3"),
+    "read nvfp4": partial(_read, "nvfp4"),
+    "copy pages": _copy,
+    "rope bf16": partial(_rope, "bfloat16"),
     "write mxfp4 index": partial(_write, "mxfp4", 1, False),
     "dense decode bf16": partial(_dense, "bfloat16", 8, 1),
     "dense prefill bf16": partial(_dense, "bfloat16", 1, 512),
     "dense prefill fp32": partial(_dense, "float32", 1, 512),
     "rows bf16": partial(_rows, "bfloat16"),
 }
+for _format, _short in (("fp8_e4m3", "fp8"), ("nvfp4", "nvfp4")):
+    CASES |= {
+        f"sparse decode 1 {_short}": partial(_sparse, "bfloat16", 1, 1, _format),
+        f"sparse decode 64 {_short}": partial(_sparse, "bfloat16", 64, 1, _format),
+        f"sparse verify {_short}": partial(_sparse, "bfloat16", 64, 4, _format),
+        f"sparse prefill {_short}": partial(_sparse, "bfloat16", 1, 2048, _format),
+        f"select decode {_short}": partial(_indexer, "select_blocks", "bfloat16", 64, 1, 65536, _format),
+        f"select prefill {_short}": partial(_indexer, "select_blocks", "bfloat16", 1, 2048, 65536, _format),
+        f"dense decode {_short}": partial(_dense, "bfloat16", 8, 1, _format),
+        f"dense prefill {_short}": partial(_dense, "bfloat16", 1, 512, _format),
+    }
+CASES["select decode mxfp4"] = partial(_indexer, "select_blocks", "bfloat16", 64, 1, 65536, "mxfp4")

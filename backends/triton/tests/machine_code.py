@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from m3hal_triton import select_blocks, sparse_attention
+from m3hal_triton import _plan, kv_write, paged_attention, qk_norm_rope_insert, select_blocks, sparse_attention
 from machine_cases import CASES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -124,9 +124,11 @@ def report(target: str, case: str) -> list[dict[str, Any]]:
         return json.loads(cached.read_text())
     entries = []
     # what the GPU's callables would launch, though the tensors are on the CPU
-    for module in (select_blocks, sparse_attention):
-        module.programmatic = lambda device: not target.startswith("gfx")
+    for module in (select_blocks, sparse_attention, paged_attention, _plan):
         module.multiprocessors = lambda device: 132
+        module.programmatic = module.native = lambda device: not target.startswith("gfx")
+    for module in (kv_write, qk_norm_rope_insert):
+        module.converts = lambda device: not target.startswith("gfx")
     for function, args, kwargs in record(CASES[case]):
         made, options = source(function, args, dict(kwargs))
         compiled = triton.compile(made, target=TARGETS[target], options=options)

@@ -59,7 +59,7 @@ def test_pieces_and_sorts_agree(monkeypatch):
     q, kv, ids = _inputs(site, batch)
     kernel = sparse_attention(site)
     whole = kernel.run(q, kv, ids, plan(kernel, batch.meta), workspace=workspace(kernel))
-    monkeypatch.setattr(module.TUNING, "chunk", 3)
+    monkeypatch.setattr(module.PREFILL, "chunk", 3)
     monkeypatch.setattr(module, "SORT_COUNTERS", 1)
     monkeypatch.setattr(module, "PREFILL_BYTES", 1)
     kernel = sparse_attention(replace(site, max_tokens=24, max_seqs=2, max_context=80))

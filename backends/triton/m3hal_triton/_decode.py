@@ -1,0 +1,248 @@
+"""Loads stored keys and values as numbers: the one place where kernels read bytes of a cache, in every format.
+
+What is loaded is exact: E4M3 has 4 significant bits, and E2M1 times an E4M3 scale has 6, which fp16 and bf16 hold.
+Factors common to a whole cache, its global scale and a power of two, are left to the caller (:func:`factor`), who
+applies them to sums in fp32. FORMAT is a cache format by its name, COMPUTE the dtype of the products.
+
+Four-bit codes are loaded in 64-bit words, and a word becomes 16 columns in the order in which the two halves of a
+register are cheap to fill: :func:`dims` names the element that a column holds. Queries are loaded in that order and
+outputs stored in it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from m3hal.layouts import PagedCache
+
+#: formats that these functions read
+FORMATS = ("float32", "bfloat16", "fp8_e4m3", "nvfp4", "mxfp4")
+#: codes in a 64-bit word
+WORD = tl.constexpr(16)
+#: an E4M3 scale in fp16 is 2**7 times itself: the largest stays in range, and with E2M1 bits, which stand for 2**-14 of
+#: their number, a product is 2**-7 of what is stored and no smaller than fp16's last place
+_LIFT = tl.constexpr(128.0)
+
+
+def compute_dtype(format: str, dtype: str) -> tl.dtype:
+    """Of a decode's products: the activations' dtype, or fp16 where stored numbers reach it by one instruction."""
+    if dtype == "float32":
+        return tl.float32
+    return tl.float16 if format in ("fp8_e4m3", "nvfp4") else tl.bfloat16
+
+
+def native(device: torch.device) -> bool:
+    """Whether four-bit codes are unpacked by instructions of NVIDIA GPUs; elsewhere Triton's own operations do it."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def check_alignment(cache: PagedCache) -> None:
+    """Raises ValueError for four-bit codes whose words would lie off their own size."""
+    if cache.layout.format in ("nvfp4", "mxfp4") and (cache.buf.data_ptr() | cache.buf.stride(0)) % 8:
+        raise ValueError(
+            f"{cache.layout.format} codes are read in words of 8 bytes; this buffer starts or steps off a multiple of 8"
+        )
+
+
+@triton.jit
+def dims(DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """int32 [DIM]: the element of a vector that each column of a loaded tile holds."""
+    column = tl.arange(0, DIM)
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        column = column // 8 * 8 + column % 8 // 2 + column % 2 * 4
+    return column
+
+
+@triton.jit
+def factor(global_scale, FORMAT: tl.constexpr):
+    """fp32: loaded numbers times this are the stored ones."""
+    value = _LIFT if FORMAT == "nvfp4" else 1.0
+    if global_scale is not None:
+        value = value * tl.load(global_scale)
+    return value
+
+
+@triton.jit
+def load_keys(
+    cache, part, page, head, offset, there, scales,
+    DIM: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """[DIM, KEYS]. part: of :mod:`_pages`; page: int64, one or [KEYS]; offset in the page, there: [KEYS].
+
+    scales: what :func:`load_scales` returned. A key that is not there is zero, whatever its bytes hold; there may be
+    None.
+    """
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        words = _words(cache, part, page, head, offset, there, DIM)
+        tile = tl.trans(_unpacked(words, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE))
+    else:
+        at = cache + (page * part.page + head * part.head + part.codes) + offset * part.token
+        at = at[None, :] + tl.arange(0, DIM)[:, None] * part.column
+        if there is None:
+            tile = _numbers(tl.load(at), FORMAT, COMPUTE)
+        else:
+            tile = _numbers(tl.load(at, mask=there[None, :], other=0), FORMAT, COMPUTE)
+    return tile
+
+
+@triton.jit
+def load_rows(
+    cache, part, page, head, offset, there, scales,
+    DIM: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """[KEYS, DIM]; arguments as in :func:`load_keys`."""
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        words = _words(cache, part, page, head, offset, there, DIM)
+        tile = _unpacked(words, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+    else:
+        at = cache + (page * part.page + head * part.head + part.codes) + offset * part.token
+        tile = _numbers(_masked(at[:, None] + tl.arange(0, DIM)[None, :] * part.column, there), FORMAT, COMPUTE)
+    return tile
+
+
+@triton.jit
+def load_scales(
+    cache, part, page, head, offset, there, DIM: tl.constexpr, FORMAT: tl.constexpr, VALUES: tl.constexpr
+):  # fmt: skip
+    """uint8 [KEYS, DIM / 16]: the scale of each word of codes; 0 in a format without scales.
+
+    Loops load them one step ahead of their codes: too few bytes for an asynchronous copy, so nothing else hides them.
+    """
+    scales = 0
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        word = tl.arange(0, DIM // WORD)
+        base = cache + (page * part.page + head * part.scale_head + part.scales)
+        if FORMAT == "mxfp4":
+            at = (base + offset * (DIM // 32))[:, None] + word[None, :] // 2
+        elif VALUES:
+            at = (base + offset // 4 * (DIM // 4) + offset % 4)[:, None] + word[None, :] * 4
+        else:
+            at = tl.max_contiguous((base + offset * (DIM // WORD))[:, None] + word[None, :], [1, 2])
+        scales = _masked(at, there)
+    return scales
+
+
+@triton.jit
+def _masked(at, there):
+    """A load [KEYS, n]."""
+    if there is None:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
+        loaded = tl.load(at)
+    else:
+        loaded = tl.load(at, mask=there[:, None], other=0)
+    return loaded
+
+
+@triton.jit
+def natural(tile, DIM: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """A tile [KEYS, DIM] with its columns in the order of the elements."""
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        words = tl.permute(tl.reshape(tile, (KEYS, DIM // 8, 4, 2)), (0, 1, 3, 2))
+        tile = tl.reshape(words, (KEYS, DIM))
+    return tile
+
+
+@triton.jit
+def as_queries(q, COMPUTE: tl.constexpr, AXIS: tl.constexpr):
+    """Queries in the dtype of the products, and the fp32 factor of each, a vector along the axis that is not AXIS.
+
+    fp16 has bf16's digits but not its range, so a query is brought to [1, 2) by a power of two. That is exact but for
+    elements under 2**-14 of the largest, whose lost digits are far below the rounding of the sum.
+    """
+    if tl.float16 == COMPUTE:
+        wide = q.to(tl.float32)
+        exponent = (tl.max(tl.abs(wide), AXIS).to(tl.int32, bitcast=True) >> 23) & 255
+        # zero, subnormal, infinite and NaN queries are taken as they are
+        exponent = tl.where((exponent > 1) & (exponent < 253), exponent, 127)
+        down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        queries = (wide * tl.expand_dims(down, AXIS)).to(tl.float16)
+        up = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        queries = q.to(COMPUTE)
+        up = tl.full((q.shape[1 - AXIS],), 1.0, tl.float32)
+    return queries, up
+
+
+@triton.jit
+def _numbers(tile, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
+    if FORMAT == "fp8_e4m3":
+        tile = tile.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        if tl.float16 != COMPUTE:
+            tile = tile.to(tl.float32)
+    return tile.to(COMPUTE)
+
+
+@triton.jit
+def _words(cache, part, page, head, offset, there, DIM: tl.constexpr):
+    """int64 [KEYS, DIM / 16]."""
+    at = cache + (page * part.page + head * part.head + part.codes) + offset * part.token
+    at = at.to(tl.pointer_type(tl.int64))
+    return _masked(at[:, None] + tl.arange(0, DIM // WORD)[None, :], there)
+
+
+@triton.jit
+def _sixteen(x, KEYS: tl.constexpr, DIM: tl.constexpr):
+    """[KEYS, DIM]: each element sixteen times in a row, which costs no instruction."""
+    two = tl.join(x, x)
+    four = tl.join(two, two)
+    eight = tl.join(four, four)
+    return tl.reshape(tl.join(eight, eight), (KEYS, DIM))
+
+
+@triton.jit
+def _unpacked(
+    words, scales, DIM: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """[KEYS, DIM] of words of codes and their scales."""
+    codes = _sixteen(words, KEYS, DIM)
+    if FORMAT == "mxfp4":
+        power = tl.where(scales == 0, 1 << 22, scales.to(tl.int32) << 23)  # E8M0 as fp32: 0 is 2**-127, 255 is NaN
+        power = tl.where(scales == 255, 0x7FC00000, power)
+        step = _sixteen(power.to(tl.float32, bitcast=True), KEYS, DIM)
+        tile = _halves(codes, DIM).to(tl.float32) * 16384.0 * step
+    else:
+        lifted = (scales.to(tl.float8e4nv, bitcast=True).to(tl.float16) * _LIFT).to(tl.float16)
+        step = _sixteen(lifted, KEYS, DIM)
+        if NATIVE:
+            tile = tl.inline_asm_elementwise(
+                _UNPACK, _OPERANDS, [codes, step], dtype=tl.float16, is_pure=True, pack=WORD
+            )
+        else:
+            tile = _halves(codes, DIM) * step
+        if tl.float16 != COMPUTE:
+            tile = tile.to(tl.float32)
+    return tile.to(COMPUTE)
+
+
+@triton.jit
+def _halves(codes, DIM: tl.constexpr):
+    """fp16, 2**-14 of the number that an E2M1 code stands for: its bits around the border of exponent and mantissa."""
+    column = tl.arange(0, DIM)
+    nibble = column % 16 // 8 * 8 + column % 8 // 2 + column % 2 * 4
+    code = (codes >> (nibble * 4).to(tl.int64)[None, :]).to(tl.int32)
+    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+def _instructions() -> str:
+    """PTX for a word: register r gets the codes r and r + 4 of half the word as fp16, times the scale.
+
+    Two shifts, two logical instructions and a product for two elements.
+    """
+    lines = [".reg .b32 low, high, digits, sign;", "mov.b64 {low, high}, $8;"]
+    for register in range(8):
+        word, shift = ("low", "high")[register // 4], 12 - 4 * (register % 4)
+        lines += [
+            f"shl.b32 digits, {word}, {shift - 3};" if shift else f"shr.u32 digits, {word}, 3;",
+            f"shl.b32 sign, {word}, {shift};",
+            "and.b32 digits, digits, 0x0E000E00;",
+            "lop3.b32 digits, sign, 0x80008000, digits, 0xEA;",  # (sign & mask) | digits
+            f"mul.f16x2 ${register}, digits, ${24 + register};",
+        ]
+    return "{ " + " ".join(lines) + " }"
+
+
+_UNPACK = tl.constexpr(_instructions())
+_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["l"] * 16 + ["r"] * 8))

@@ -1,0 +1,96 @@
+"""The running softmax that the attention kernels share, and the merge of results over parts of the keys."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def accumulate(scores, values, top, total, acc, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+    """One step: scores [ROWS, KEYS] in units of log2 with -inf where hidden, values [KEYS, DIM]."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(top - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(COMPUTE), values, input_precision=PRECISION)
+    return higher, total, acc
+
+
+@triton.jit
+def finish(
+    top, total, acc, value_factor, token, head, dim, live, split,
+    partial, partial_lse, out, lse, heads, out_strides, lse_strides,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Stores rows of results: into out and lse, or as one of SPLITS parts. A row that saw no key is zeros and -inf."""
+    seen = total > 0
+    result = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0) * value_factor
+    result = tl.where((total != total)[:, None], float("nan"), result)
+    base2 = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+    base2 = tl.where(total != total, float("nan"), base2)
+    if SPLITS > 1:
+        part = (token * heads + head) * SPLITS + split
+        tl.store(partial + part[:, None] * DIM + dim[None, :], result, mask=live[:, None])
+        tl.store(partial_lse + part, base2, mask=live)
+    else:
+        at = out + token[:, None] * out_strides[0] + head[:, None] * out_strides[1] + dim[None, :] * out_strides[2]
+        tl.store(at, result.to(out.dtype.element_ty), mask=live[:, None])
+        if LSE:
+            tl.store(lse + token * lse_strides[0] + head * lse_strides[1], base2 * LN_2, mask=live)
+
+
+@triton.jit
+def clear_loose(
+    first, tokens, step, head, dim, one, out, lse, out_strides, lse_strides, ROWS: tl.constexpr, DIM: tl.constexpr,
+    LSE: tl.constexpr,
+):  # fmt: skip
+    """Zeros and -inf for every ``step``-th token from ``first`` on: tokens that belong to no request."""
+    for loose in range(first, tokens, step):
+        token = tl.cast(loose, tl.int64)
+        at = out + token * out_strides[0] + head[:, None] * out_strides[1] + dim[None, :] * out_strides[2]
+        tl.store(at, tl.zeros((ROWS, DIM), out.dtype.element_ty), mask=one[:, None])
+        if LSE:
+            tl.store(lse + token * lse_strides[0] + head * lse_strides[1], float("-inf"), mask=one)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def merge_splits(
+    partial,
+    partial_lse,
+    request_of,
+    out,
+    lse,
+    heads,
+    out_strides,
+    lse_strides,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LSE: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before the kernel that it waits for has ended, and lets the next one be too
+):
+    """One row of the result: a token's head, over its splits. A token without a request gets zeros."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, DIM)
+    part = (token * heads + head) * SPLITS + split
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    real = tl.load(request_of + token) + split * 0 >= 0
+    base2 = tl.load(partial_lse + part, mask=real, other=float("-inf"))
+    values = tl.load(partial + part[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0)
+    top = tl.max(base2, 0)
+    weight = tl.exp2(base2 - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+    empty = total == 0
+    result = tl.sum(values * weight[:, None], 0) / tl.where(empty, 1.0, total)
+    at = out + token * out_strides[0] + head * out_strides[1] + dim * out_strides[2]
+    tl.store(at, result.to(out.dtype.element_ty))
+    if LSE:
+        natural = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+        tl.store(lse + token * lse_strides[0] + head * lse_strides[1], natural)
