@@ -34,6 +34,8 @@ from m3hal_conformance.suite.stored_caches import _write as _write_stored
 P = 128
 Make = Callable[[Rng, Site], Inputs]
 LARGEST = (*LIGHT, "unbiased")
+ROWS = ("row_alone", "permuted_rows")
+REQUESTS = ("row_alone", "permuted_requests")
 OFTEN: dict[str, Any] = {"checks": ("oracle", "many_calls"), "bugs": ("F34",), "dtypes": ("bfloat16",)}
 #: 4,096 query tokens that see few keys each
 CHUNKS: Lengths = [(128, 128 + 9 * n) for n in range(32)]
@@ -90,27 +92,28 @@ def _rows() -> list[Case]:
         cases += [
             *ask(op, "tokens_4096", rows(MAX_TOKENS, 128), checks=LARGEST, bugs=("F68",), **norm),
             *ask(op, "odd_address", _edited(rows(9, 128), **off), bugs=("F65",), quick=True, **norm),
-            *ask(op, "wide_range", _edited(rows(14, 256), **dict.fromkeys(names, _far_apart)), quick=True, **norm),
+            *ask(op, "wide_range", _edited(rows(14, 256), **dict.fromkeys(names, _far_apart)), quick=True, also=ROWS,
+                 **norm),
+            *ask(op, "other_constants", _edited(rows(5, 256), **dict.fromkeys(names, lambda t: 1e-2 * t)), also=ROWS,
+                 eps=1e-3, weight_offset=0.0, bugs=("F71", "F72"), quick=True, **norm),
             *ask(op, "called_often", rows(3, 128), **OFTEN, **norm),
-        ]
-    cases += ask("add_rms_norm", "other_constants", _edited(_drawn(x=(5, 256), residual=(5, 256), weight=(256,)),
-                 x=lambda x: 1e-2 * x, residual=lambda x: 1e-2 * x),
-                 eps=1e-3, weight_offset=0.0, bugs=("F71", "F72"), quick=True, **norm)  # fmt: skip
+        ]  # fmt: skip
     product = _drawn(x=(MAX_TOKENS, 128), weight=(64, 128))
     gated = _drawn(gate_up=(MAX_TOKENS, 64))
     few = _edited(_drawn(x=(14, 96), weight=(40, 96)), x=_far_apart)
     return [
         *cases,
         *ask("linear", "tokens_4096", product, checks=LARGEST, bugs=("F68",), **norm),
-        *ask("linear", "wide_range", few, quick=True, also=("unbiased",), **norm),
+        *ask("linear", "wide_range", few, quick=True, also=("unbiased", *ROWS), **norm),
         *ask("linear", "called_often", _drawn(x=(3, 96), weight=(40, 96)), **OFTEN, **norm),
         *ask("rope_partial", "tokens_4096", _rotated(MAX_TOKENS), checks=LARGEST, bugs=("F68",), **norm),
-        *ask("rope_partial", "other_theta", _rotated(9, 1e4), bugs=("F04",), quick=True, also=("unbiased",), **norm),
+        *ask("rope_partial", "other_theta", _rotated(9, 1e4), bugs=("F04",), quick=True, also=("unbiased", *ROWS),
+             **norm),
         *ask("rope_partial", "odd_address", _edited(_rotated(9), x=in_wide_row), bugs=("F65",), quick=True, **norm),
         *ask("rope_partial", "called_often", _rotated(3), **OFTEN, **norm),
         *ask("swiglu_oai", "tokens_4096", gated, kind="moe", checks=LARGEST, bugs=("F68",)),
         *ask("swiglu_oai", "wide_range", _edited(_drawn(gate_up=(14, 64)), gate_up=_far_apart), kind="moe", quick=True,
-             also=("unbiased",)),
+             also=("unbiased", *ROWS)),
         *ask("swiglu_oai", "called_often", _drawn(gate_up=(3, 64)), kind="moe", **OFTEN),
         *ask("quantize", "tokens_4096", lambda r, s: {"x": r.normal(MAX_TOKENS, 64)}, kind="dense_mlp", checks=LIGHT,
              dtypes=("float32",), activation_format="bfloat16", bugs=("F68",)),
@@ -150,13 +153,19 @@ def _caches() -> list[Case]:
         *ask("kv_write", "tokens_4096", hnd(_write(_many_slots(40), pages=41)), checks=LIGHT, bugs=("F68",), **one),
         *ask("kv_write", "prefill_runs", hnd(_write(_runs())), also=("permuted_rows",), bugs=("F60",), quick=True,
              **one),
+        *ask("kv_write", "draft_tree", hnd(_write([8, 10, 9, 11, 128, 130, 129, 131, 3 * P])), bugs=("F60",), **one),
         *ask("kv_write", "called_often", hnd(_write([5, 128, -1], pages=2)), **OFTEN, **one),
         *ask("kv_read", "tokens_4096", hnd(_read(_many_slots(6))), checks=LIGHT, bugs=("F68",), **one),
         *ask("kv_read", "page_16", hnd(_read([15, 16, 0, 40, -1, 95])), page_size=16, bugs=("F25",), quick=True, **one),
+        *ask("kv_read", "page_64", hnd(_read([15, 64, 0, 63, -1, 300])), page_size=64, bugs=("F25",), **one),
         *ask("kv_read", "beyond_31_bits", _far_slots, checks=("huge_slots_read",), dtypes=("bfloat16",),
              lazy=("cache",), bugs=("F63",), **one),
         *ask("kv_copy_blocks", "page_16", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)])), page_size=16, bugs=("F25",),
              quick=True, **one),
+        *ask("kv_copy_blocks", "index_page_64", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)], index=True)), page_size=64,
+             bugs=("F24", "F25"), **one),
+        *ask("kv_copy_blocks", "ring_within_one_cache", hnd(_copy([(0, 1), (1, 2), (2, 0)], inside=True)), checks=LIGHT,
+             **one),
     ]  # fmt: skip
 
 
@@ -171,9 +180,12 @@ def _ties(rng: Rng, x: Tensor) -> Tensor:
 
 
 def _ties_of_the_format(rng: Rng, site: Site, kind: str) -> Inputs:
-    """Numbers half-way between two codes once they are divided by the global scale, here a power of two."""
+    """Numbers half-way between two codes once they are divided by the global scale, here a power of two.
+
+    The largest values are beyond 240 and within 448.
+    """
     inputs = _write_stored(SLOTS, _ties)(rng, site, kind)
-    powers = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor(4.0)}
+    powers = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor(0.125)}
     return {**inputs, "cache": replace(inputs["cache"], **powers)}
 
 
@@ -227,14 +239,19 @@ def _attention() -> list[Case]:
     cases: list[Case] = []
     for op, kind, ids in (("sparse_attention", "sparse_attention", _few), ("paged_attention", "dense_attention", None)):
         asked: dict[str, Any] = {"kind": kind, "input_class": "blocks", "tensor_parallel": 8, "return_lse": True}
-        long: dict[str, Any] = {"max_context": 1 << 17, "dtypes": ("bfloat16",), "checks": ("oracle", "written")}
+        long: dict[str, Any] = {
+            "max_context": 1 << 17,
+            "dtypes": ("bfloat16",),
+            "checks": ("oracle", "written", "row_alone"),
+        }
         two = {**asked, "tensor_parallel": 2}
         cases += [
             *ask(op, "tokens_4096", attention(CHUNKS, ids), checks=LARGEST, bugs=("F68",), **asked),
             *ask(op, "context_64k", attention(LONG, ids), bugs=("F15", "F63"), **{**asked, **long}),
             *ask(op, "lengths_differ", _drawn_lengths(lambda n, ids=ids: attention(n, ids)), bugs=("F34",), quick=True,
                  also=("planned_once", "unbiased"), **two),
-            *ask(op, "wide_range", _value_sizes(attention([(2, 300), (1, 129)], ids)), quick=True, **two),
+            *ask(op, "wide_range", _value_sizes(attention([(2, 300), (1, 129)], ids)), quick=True, also=REQUESTS,
+                 **two),
             *ask(op, "odd_address", _edited(attention([(2, 300), (1, 129)], ids), q=in_wide_row), quick=True,
                  bugs=("F65",), **two),
             *ask(op, "called_often", attention([(1, 40), (1, 3)], ids), **OFTEN, **asked),
@@ -243,9 +260,10 @@ def _attention() -> list[Case]:
     return [
         *cases,
         *ask("sparse_attention", "block_64", attention([(2, 1300), (1, 700)], _few), kind="sparse_attention",
-             input_class="blocks", tensor_parallel=2, return_lse=True, block_size=64, bugs=("F25",), quick=True),
+             input_class="blocks", tensor_parallel=2, return_lse=True, block_size=64, bugs=("F25",), quick=True,
+             also=REQUESTS),
         *ask("paged_attention", "batch_64", sixty_four, kind="dense_attention", input_class="blocks", checks=LIGHT,
-             tensor_parallel=2, return_lse=True, bugs=("F68",)),
+             tensor_parallel=2, return_lse=True, bugs=("F68",), also=("permuted_requests",)),
     ]  # fmt: skip
 
 
@@ -253,18 +271,27 @@ def _indexer() -> list[Case]:
     cases: list[Case] = []
     for op in ("block_scores", "select_blocks"):
         asked: dict[str, Any] = {"kind": "sparse_attention", "input_class": "needles"}
-        long: dict[str, Any] = {"max_context": 1 << 17, "dtypes": ("bfloat16",), "checks": ("oracle", "written")}
+        long: dict[str, Any] = {
+            "max_context": 1 << 17,
+            "dtypes": ("bfloat16",),
+            "checks": ("oracle", "written", "row_alone"),
+        }
         cases += [
             *ask(op, "tokens_4096", needles(CHUNKS), checks=LIGHT, bugs=("F68",), **asked),
             *ask(op, "context_64k", needles(LONG), bugs=("F15", "F63"), **{**asked, **long}),
             *ask(op, "lengths_differ", _drawn_lengths(needles), bugs=("F34",), also=("planned_once",), quick=True,
                  **asked),
-            *ask(op, "block_64", needles([(2, 2500), (1, 129)]), block_size=64, bugs=("F25",), quick=True, **asked),
+            *ask(op, "block_64", needles([(2, 2500), (1, 129)]), block_size=64, bugs=("F25",), quick=True,
+                 also=REQUESTS, **asked),
             *ask(op, "odd_address", _edited(needles([(2, 300), (1, 129)]), index_q=in_wide_row), bugs=("F65",),
                  quick=True, **asked),
             *ask(op, "called_often", needles([(1, 40), (1, 3)]), **OFTEN, **asked),
         ]  # fmt: skip
-    return cases
+    return [
+        *cases,
+        *ask("block_scores", "bound_too_small_for_one", needles([(1, 2048), (2, 900), (1, 100)]), bugs=("F18",),
+             kind="sparse_attention", checks=("host_bound",), input_class="needles"),
+    ]  # fmt: skip
 
 
 def _both_nans(rng: Rng, *shape: int) -> Tensor:
@@ -279,7 +306,8 @@ def _ranking() -> list[Case]:
     often = {**OFTEN, **ranked}
     many = [n % 41 for n in range(MAX_TOKENS)]
     return [
-        *ask("topk_blocks", "both_nans", _scores(_both_nans, VISIBLE, 40), bugs=("F28",), quick=True, **ranked),
+        *ask("topk_blocks", "both_nans", _scores(_both_nans, VISIBLE, 40), also=ROWS, bugs=("F28",), quick=True,
+             **ranked),
         *ask("topk_blocks", "tokens_4096", _scores(_normal, many, 40), checks=LIGHT, bugs=("F68",), **ranked),
         *ask("topk_blocks", "called_often", _scores(_normal, [17, 40], 40), **often),
         *ask("merge_topk", "both_nans", _sharded(4, _both_nans, VISIBLE), bugs=("F28",), quick=True, **ranked),
@@ -319,16 +347,17 @@ def _experts() -> list[Case]:
     return [
         *ask("moe_experts", "tokens_4096", many, checks=LARGEST, bugs=("F68", "F31"), num_local_experts=8, **small),
         *ask("moe_experts", "experts_128", _experts_128, bugs=("F43", "F31"), num_local_experts=128, quick=True,
-             also=("permuted_experts",), **small),
-        *ask("moe_experts", "nan_nowhere", _nan_nowhere, bugs=("F28", "F29"), quick=True, **own),
+             also=("permuted_experts", "planned_once"), **small),
+        *ask("moe_experts", "nan_nowhere", _nan_nowhere, bugs=("F28", "F29"), quick=True, also=ROWS, **own),
         *ask("moe_experts", "planned_once", _moe_inputs(9, _hot), also=("planned_once", "unbiased"), bugs=("F34",),
              quick=True, **own),
-        *ask("moe_experts", "wide_range", _large_tokens, quick=True, **own),
+        *ask("moe_experts", "wide_range", _large_tokens, quick=True, also=ROWS, **own),
         *ask("moe_experts", "called_often", _moe_inputs(3, _hot, 64, 32), **OFTEN,
              num_local_experts=8, **small),
         *ask("route_topk", "tokens_4096", _logits(MAX_TOKENS), kind="moe", dtypes=ONE, checks=LIGHT,
              bugs=("F68",)),
         *ask("route_topk", "called_often", _logits(3), kind="moe", **{**OFTEN, "dtypes": ONE}),
+        *ask("route_topk", "called_often_65", _logits(65), kind="moe", **{**OFTEN, "dtypes": ONE}),
     ]  # fmt: skip
 
 
@@ -366,13 +395,16 @@ def _other_constants(rng: Rng, site: Site) -> Inputs:
 
 def _inserted() -> list[Case]:
     asked: dict[str, Any] = {"kind": "sparse_attention", "tensor_parallel": 4}
+    dense = {**asked, "kind": "dense_attention"}
+    far: dict[str, Any] = {"checks": ("oracle", "rerun"), "lazy": ("cos_sin",), "bugs": ("F63",)}
+    other: dict[str, Any] = {"eps": 1e-3, "weight_offset": 0.0, "bugs": ("F04", "F71", "F72"), "quick": True}
     return [
         *ask("qk_norm_rope_insert", "tokens_4096", _largest_insert, checks=LARGEST, bugs=("F68",),
              **{**asked, "tensor_parallel": 8}),
-        *ask("qk_norm_rope_insert", "context_1m", _million, checks=("oracle", "rerun"), lazy=("cos_sin",),
-             bugs=("F63",), max_context=1 << 20, **asked),
-        *ask("qk_norm_rope_insert", "other_constants", _other_constants, eps=1e-3, weight_offset=0.0, quick=True,
-             bugs=("F04", "F71", "F72"), **asked),
+        *ask("qk_norm_rope_insert", "context_1m", _million, max_context=1 << 20, **far, **asked),
+        *ask("qk_norm_rope_insert", "context_1m_dense", _million, max_context=1 << 20, **far, **dense),
+        *ask("qk_norm_rope_insert", "other_constants", _other_constants, **other, **asked),
+        *ask("qk_norm_rope_insert", "other_constants_dense", _other_constants, **other, **dense),
         *ask("qk_norm_rope_insert", "called_often", insert([5, 128, -1], [0, 3, 77]), **OFTEN,
              **asked),
     ]  # fmt: skip

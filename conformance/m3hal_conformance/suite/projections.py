@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from m3hal.formats.plain import QSpec, QTensor
-from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
+from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask, column_major, every_other, in_wide_row, spikes
 
 H = 6144
 
 
-def _product(tokens: int, k: int, n: int):  # type: ignore[no-untyped-def]
+def _product(tokens: int, k: int, n: int) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         x = rng.normal(tokens, k)
         return {"x": x.to(dtype_of(site)), "weight": (rng.normal(n, k) * k**-0.5).to(dtype_of(site))}
@@ -58,7 +60,7 @@ def _one_bad_row(rng: Rng, site: Site) -> Inputs:
 
 
 def _linear() -> list[Case]:
-    def q(name, make, **options):  # type: ignore[no-untyped-def]
+    def q(name: str, make: Make, **options: Any) -> list[Case]:
         return ask("linear", name, make, kind=options.pop("kind", "sparse_attention"), **options)
 
     return [
@@ -75,8 +77,8 @@ def _linear() -> list[Case]:
         *q("strided", _strided, bugs=("F65",), quick=True),
         *q("transposed", _transposed, bugs=("F65",)),
         *q("tokens_513", _product(513, 512, 136), checks=LIGHT),
-        *q("square", _product(64, 64, 64), quick=True),
-        *q("one_bad_row", _one_bad_row, bugs=("F28",), quick=True),
+        *q("square", _product(64, 64, 64), quick=True, also=("row_alone",)),
+        *q("one_bad_row", _one_bad_row, bugs=("F28",), quick=True, also=("row_alone", "permuted_rows")),
     ]  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def _numbers(rng: Rng) -> torch.Tensor:
 
 
 def _quantize() -> list[Case]:
-    def q(name, make, **options):  # type: ignore[no-untyped-def]
+    def q(name: str, make: Make, **options: Any) -> list[Case]:
         return ask("quantize", name, make, kind="dense_mlp", dtypes=("float32",), **options)
 
     cases = []
@@ -104,7 +106,7 @@ def _quantize() -> list[Case]:
 
 
 def _dequantize() -> list[Case]:
-    def stored(format: str, rows: slice = slice(None), strided: bool = False):  # type: ignore[no-untyped-def]
+    def stored(format: str, rows: slice = slice(None), strided: bool = False) -> Make:
         def make(rng: Rng, site: Site) -> Inputs:
             data = _numbers(rng)[rows].to(getattr(torch, format))
             return {"q": QTensor(every_other(data, 0) if strided else data, QSpec(format))}

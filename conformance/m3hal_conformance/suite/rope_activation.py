@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from m3hal.ops.rope_partial import rope_table
-from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
+from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask, every_other, in_wide_row
 
 THETA = 5e6
@@ -16,7 +17,7 @@ MAX_POS = 4096
 ROWS = ("permuted_rows",)
 
 
-def _rope_at(positions: list[int], heads: int = 4, dim: int = 128):  # type: ignore[no-untyped-def]
+def _rope_at(positions: list[int], heads: int = 4, dim: int = 128) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         return {
             "x": rng.normal(len(positions), heads, dim).to(dtype_of(site)),
@@ -27,7 +28,7 @@ def _rope_at(positions: list[int], heads: int = 4, dim: int = 128):  # type: ign
     return make
 
 
-def _random_positions(tokens: int, heads: int = 4):  # type: ignore[no-untyped-def]
+def _random_positions(tokens: int, heads: int = 4) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         return {**_rope_at([0] * tokens, heads)(rng, site), "positions": rng.integers(0, MAX_POS, tokens)}
 
@@ -61,11 +62,11 @@ def _odd_values(rng: Rng, site: Site) -> Inputs:
 def _fused_row(rng: Rng, site: Site) -> Inputs:
     inputs = _rope_at([9, 1, 127, 128, 0])(rng, site)
     flat = in_wide_row(inputs["x"].flatten(1), 128, 256)
-    return {**inputs, "x": flat.unflatten(1, (4, 128))}
+    return {**inputs, "x": flat.unflatten(1, (4, 128))}  # type: ignore[no-untyped-call]
 
 
 def _rope() -> list[Case]:
-    def q(name, make, **options):  # type: ignore[no-untyped-def]
+    def q(name: str, make: Make, **options: Any) -> list[Case]:
         return ask("rope_partial", name, make, kind="sparse_attention", **options)
 
     return [
@@ -74,8 +75,8 @@ def _rope() -> list[Case]:
         *q("tokens_equal_heads", _random_positions(4, 4), also=ROWS, quick=True),
         *q("tokens_129", _random_positions(129, 4), checks=LIGHT, also=("row_alone", *ROWS)),
         *q("pairs_apart", _pairs_apart, bugs=("F74",), quick=True),
-        *q("context_1m", _million, checks=("oracle", "rerun"), lazy=("cos_sin",), bugs=("F63",)),
-        *q("odd_values", _odd_values, quick=True),
+        *q("context_1m", _million, checks=("oracle", "rerun", *ROWS), lazy=("cos_sin",), bugs=("F63",)),
+        *q("odd_values", _odd_values, quick=True, also=ROWS),
         *q("fused_row", _fused_row, bugs=("F65",), quick=True),
         *q("every_other_head", lambda r, s: {**_rope_at([4, 5])(r, s), "x": every_other(_rope_at([4, 5])(r, s)["x"],
            1)},
@@ -86,7 +87,7 @@ def _rope() -> list[Case]:
     ]  # fmt: skip
 
 
-def _gated(tokens: int, width: int):  # type: ignore[no-untyped-def]
+def _gated(tokens: int, width: int) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         return {"gate_up": (3 * rng.normal(tokens, 2 * width)).to(dtype_of(site))}
 
@@ -125,7 +126,7 @@ def _broken(rng: Rng, site: Site) -> Inputs:
 
 
 def _swiglu() -> list[Case]:
-    def q(name, make, **options):  # type: ignore[no-untyped-def]
+    def q(name: str, make: Make, **options: Any) -> list[Case]:
         return ask("swiglu_oai", name, make, kind=options.pop("kind", "moe"), **options)
 
     return [
