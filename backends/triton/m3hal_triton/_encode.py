@@ -1,7 +1,7 @@
 """Rounds to a cache's format and stores: the one place where kernels write bytes of a cache.
 
-Integer and fp32 arithmetic only, no conversion instruction of a target: the bytes are those of :mod:`m3hal.formats`
-everywhere, in the interpreter too. FORMAT is a cache format by its name.
+The bytes are those of :mod:`m3hal.formats` on every target, and in the interpreter: integer and fp32 arithmetic, and
+where it is known to round the same, the conversion instruction to E4M3. FORMAT is a cache format by its name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def e4m3(x):
+def e4m3(x, NATIVE: tl.constexpr):
     """int32 codes of fp32 numbers: to nearest, ties to even, saturating at 448; NaN becomes 0x7F."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # beyond 448 everything is 448; NaN too, until the end
@@ -38,28 +40,36 @@ def e4m3_number(code):
 
 
 @triton.jit
-def e2m1(x, unit):
-    """int32 codes of ``x / unit`` without their sign: to nearest, ties to even, saturating; 0 for NaN.
+def e2m1(magnitude, unit):
+    """int32 codes, without a sign, of ``magnitude / unit``: to nearest, ties to even, saturating.
 
-    ``unit`` has four significant bits at most, so its products with midpoints are exact, and x compares with them as
-    the correctly rounded quotient would with the midpoints.
+    magnitude: the bits of fp32 numbers that are not negative, which compare as they do; NaN as above all. unit: at most
+    four significant bits, so its products with midpoints are exact, and comparing with them is what comparing the
+    correctly rounded quotient with the midpoints would be. A midpoint belongs to the even code: the lower one's bound
+    is the next number.
     """
-    size = tl.abs(x)
-    code = (size > 0.25 * unit).to(tl.int32) + (size >= 0.75 * unit).to(tl.int32)
-    code += (size > 1.25 * unit).to(tl.int32) + (size >= 1.75 * unit).to(tl.int32)
-    code += (size > 2.5 * unit).to(tl.int32) + (size >= 3.5 * unit).to(tl.int32)
-    return code + (size > 5.0 * unit).to(tl.int32)
+    half = magnitude >= _bits(1.75 * unit)
+    quarter = magnitude >= tl.where(half, _bits(3.5 * unit), _bits(0.75 * unit))
+    upper = tl.where(quarter, _bits(5.0 * unit), _bits(2.5 * unit))
+    lower = tl.where(quarter, _bits(1.25 * unit), _bits(0.25 * unit))
+    odd = magnitude > tl.where(half, upper, lower)
+    return tl.where(half, 4, 0) + tl.where(quarter, 2, 0) + tl.where(odd, 1, 0)
 
 
 @triton.jit
-def nvfp4(groups):
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def nvfp4(groups, NATIVE: tl.constexpr):
     """Codes [R, G, 16] and scale bytes [R, G], int32, of fp32 [R, G, 16] divided by the global scale."""
     bits = groups.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     nan = magnitude > _INFINITY
     amax = tl.max(tl.where(nan, 0, magnitude), 2).to(tl.float32, bitcast=True)
-    scale = e4m3(tl.maximum(tl.div_rn(amax, 6.0), 0.001953125))
-    code = e2m1(groups, e4m3_number(scale)[:, :, None])
+    scale = e4m3(tl.maximum(tl.div_rn(amax, 6.0), 0.001953125), NATIVE)
+    code = e2m1(magnitude, e4m3_number(scale)[:, :, None])
     code = tl.where(code == 0, 0, code | ((bits >> 28) & 8))  # zero is always +0
     return tl.where(nan, 7, code), scale
 
@@ -74,7 +84,7 @@ def mxfp4(groups):
     scale = tl.where(amax == _INFINITY, 254, tl.where(amax > _INFINITY, 255, scale))
     # 2**(127 - scale), which is subnormal for 254
     inverse = tl.where(scale == 254, 0x400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
-    code = e2m1(groups * inverse[:, :, None], 1.0) | ((bits >> 28) & 8)
+    code = e2m1(_bits(tl.abs(groups) * inverse[:, :, None]), tl.full((1, 1, 1), 1.0, tl.float32)) | ((bits >> 28) & 8)
     return tl.where((scale == 255)[:, :, None], 7, code), scale
 
 
@@ -92,12 +102,14 @@ def put(
     PAGE: tl.constexpr,
     FORMAT: tl.constexpr,
     VALUES: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Stores columns FIRST, FIRST + 1, ... of vectors of length DIM.
 
     x: [R, N], any float; what lies beyond DIM is not stored. real: [R, 1], rows that are. memory: pointer to the
     cache. part: a :class:`~m3hal_triton._pages.Part`, of values if VALUES. slot: int64 [R, 1]. head: [R, 1].
-    multiplier: pointer to the fp32 global scale, or None.
+    multiplier: pointer to the fp32 global scale, or None. NATIVE: whether the target rounds fp32 to E4M3 as
+    :func:`e4m3` does, see :func:`~m3hal_triton._launch.converts`.
     """
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
@@ -108,7 +120,7 @@ def put(
         GROUPS: tl.constexpr = WIDTH // GROUP
         ALL: tl.constexpr = DIM // GROUP
         grouped = tl.reshape(_scaled(x, multiplier), (ROWS, GROUPS, GROUP))
-        code, scale = nvfp4(grouped) if FORMAT == "nvfp4" else mxfp4(grouped)
+        code, scale = nvfp4(grouped, NATIVE) if FORMAT == "nvfp4" else mxfp4(grouped)
         even, odd = tl.split(tl.reshape(code, (ROWS, WIDTH // 2, 2)))
         byte, group = FIRST // 2 + tl.arange(0, WIDTH // 2)[None, :], FIRST // GROUP + tl.arange(0, GROUPS)[None, :]
         tl.store(at + byte, (even | (odd << 4)).to(tl.uint8), mask=real & (byte < DIM // 2))
@@ -121,7 +133,7 @@ def put(
             number = x.to(tl.float32)
             if multiplier is not None:
                 number = tl.div_rn(number, tl.load(multiplier).to(tl.float32))
-            stored = e4m3(number).to(tl.uint8)
+            stored = e4m3(number, NATIVE).to(tl.uint8)
         else:
             stored = x.to(memory.dtype.element_ty)
         tl.store(at + column * part.column, stored, mask=real & (column < DIM))

@@ -35,3 +35,8 @@ def programmatic(device: torch.device) -> bool:
 def after(early: bool) -> dict[str, bool]:
     """Launch options of a kernel that begins with ``gdc_wait``."""
     return {"launch_pdl": True} if early else {}
+
+
+def converts(device: torch.device) -> bool:
+    """Whether fp32 becomes E4M3 by an instruction that saturates and makes every NaN 0x7F: NVIDIA's, from Ada on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

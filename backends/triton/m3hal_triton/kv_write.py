@@ -11,6 +11,11 @@ import triton.language as tl
 from m3hal.layouts import PagedCache
 from m3hal.shape import Site
 from m3hal_triton import _encode, _pages
+from m3hal_triton._launch import converts
+from m3hal_triton._rows import items
+
+#: vectors of one program
+ROWS = 16
 
 
 def kv_write(site: Site) -> partial[None]:
@@ -27,49 +32,32 @@ def _write(
     if not k.numel():
         return
     source = k if v is None else v
-    _tokens[(k.shape[0],)](
+    _vectors[(triton.cdiv(k.shape[0] * layout.heads, ROWS),)](
         _pages.memory(cache), _pages.keys(cache), _pages.values(cache), cache.k_scale, cache.v_scale,
-        k, source, slots, k.stride(), source.stride(), slots.stride(0),
+        k, source, slots, k.stride(), source.stride(), slots.stride(0), k.shape[0],
         HEADS=layout.heads,
-        PADDED_HEADS=triton.next_power_of_2(layout.heads),
+        ROWS=ROWS,
         DIM=layout.dim,
-        PADDED_DIM=triton.next_power_of_2(layout.dim),
+        PADDED=triton.next_power_of_2(layout.dim),
         PAGE=layout.page_size,
         FORMAT=layout.format,
         VALUES=v is not None,
-        num_warps=1,
+        NATIVE=converts(cache.buf.device),
     )  # fmt: skip
 
 
-@triton.jit
-def _tokens(
-    cache,
-    keys,
-    values,
-    k_scale,
-    v_scale,
-    k,
-    v,
-    slots,
-    k_strides,
-    v_strides,
-    slot_stride,
-    HEADS: tl.constexpr,
-    PADDED_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    VALUES: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token * slot_stride).to(tl.int64)
-    if slot < 0:
-        return
-    head, dim = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_DIM)[None, :]
-    real = head < HEADS
-    x = tl.load(k + token * k_strides[0] + head * k_strides[1] + dim * k_strides[2], mask=real & (dim < DIM))
-    _encode.put(x, real, cache, keys, slot, head, k_scale, 0, DIM, PAGE, FORMAT, False)
+@triton.jit(do_not_specialize=["tokens"])
+def _vectors(
+    cache, keys, values, k_scale, v_scale, k, v, slots, k_strides, v_strides, slot_stride, tokens,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    PAGE: tl.constexpr, FORMAT: tl.constexpr, VALUES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    token, head, real = items(tl.program_id(0), 0, tokens, HEADS, ROWS)
+    slot = tl.load(slots + token * slot_stride, mask=real, other=-1).to(tl.int64)
+    dim = tl.arange(0, PADDED)[None, :]
+    there = real & (dim < DIM)
+    x = tl.load(k + token * k_strides[0] + head * k_strides[1] + dim * k_strides[2], mask=there)
     if VALUES:
-        x = tl.load(v + token * v_strides[0] + head * v_strides[1] + dim * v_strides[2], mask=real & (dim < DIM))
-        _encode.put(x, real, cache, values, slot, head, v_scale, 0, DIM, PAGE, FORMAT, True)
+        y = tl.load(v + token * v_strides[0] + head * v_strides[1] + dim * v_strides[2], mask=there)
+        _encode.put(y, slot >= 0, cache, values, slot, head, v_scale, 0, DIM, PAGE, FORMAT, True, NATIVE)
+    _encode.put(x, slot >= 0, cache, keys, slot, head, k_scale, 0, DIM, PAGE, FORMAT, False, NATIVE)

@@ -17,23 +17,21 @@ from m3hal.layouts import PagedCache
 from m3hal.ops import QKNorms, load
 from m3hal.shape import Site
 from m3hal_triton import _encode, _pages
-from m3hal_triton._launch import common_power_of_two
+from m3hal_triton._launch import converts
+from m3hal_triton._rows import items
 
-#: heads of one program, at most and at least
-MOST_ROWS, LEAST_ROWS = 64, 16
-#: of a warp; 8 bf16 of each part in a thread, 16 bytes, twice
-ROWS_OF_A_WARP = 16
+#: tokens whose programs stand side by side: those that encode hide behind the many that only move q
+TOKENS = 8
+#: heads of a program for q, and for the others, which need more registers
+ROWS, FEW = 16, 8
+#: of a program, so that a thread reads 16 bytes of each part of q
+WARPS = 2
 
 
 def qk_norm_rope_insert(site: Site) -> partial[tuple[torch.Tensor, torch.Tensor | None]]:
     """The callable for a site, with an indexer or without."""
     op = load("qk_norm_rope_insert")
     return partial(_insert, site, partial(op.fake, **op.static_values(site)))
-
-
-def rows_of(site: Site) -> int:
-    """Heads of one program."""
-    return min(max(common_power_of_two(site.num_q_heads), LEAST_ROWS), MOST_ROWS)
 
 
 def _insert(
@@ -58,25 +56,22 @@ def _insert(
     keys = kv if index_cache is None else index_cache
     index_norms = (norms.q, norms.k) if norms.index_q is None else (norms.index_q, norms.index_k)
     index_slots = slots if index_slots is None else index_slots
-    rows, few = rows_of(site), rows_of(site) // 2
-    # programs of each kind of head: k, v, index_q, index_k, q
-    heads = (site.num_kv_heads, site.num_kv_heads, site.num_index_heads, int(site.num_index_heads > 0))
-    ends = [0]
-    for count in heads:
-        ends.append(ends[-1] + triton.cdiv(tokens * count, few))
-    ends.append(ends[-1] + triton.cdiv(tokens * site.num_q_heads, rows))
-    _heads[(ends[-1],)](
+    programs = 2 * triton.cdiv(TOKENS * site.num_kv_heads, FEW) + triton.cdiv(TOKENS * site.num_q_heads, ROWS)
+    if site.num_index_heads:
+        programs += triton.cdiv(TOKENS * site.num_index_heads, FEW) + triton.cdiv(TOKENS, FEW)
+    _heads[(triton.cdiv(tokens, TOKENS) * programs,)](
         qkv, norms.q, norms.k, *index_norms, positions, cos_sin,
         _pages.memory(kv), _pages.keys(kv), _pages.values(kv), kv.k_scale, kv.v_scale,
         _pages.memory(keys), _pages.keys(keys), slots, index_slots, q, index_q,
-        tokens, tuple(ends[1:5]), qkv.stride(), cos_sin.stride(), q.stride(), index_q.stride(),
+        tokens, qkv.stride(), cos_sin.stride(), q.stride(), index_q.stride(),
         tuple(t.stride(0) for t in (positions, slots, index_slots, norms.q, norms.k, *index_norms)),
         site.eps, site.weight_offset,
         Q_HEADS=site.num_q_heads,
         KV_HEADS=site.num_kv_heads,
         INDEX_HEADS=site.num_index_heads,
-        ROWS=rows,
-        FEW=few,
+        TOKENS=TOKENS,
+        ROWS=ROWS,
+        FEW=FEW,
         DIM=site.head_dim,
         INDEX_DIM=site.index_dim or site.head_dim,
         HALF=site.rotary_dim // 2,
@@ -84,21 +79,10 @@ def _insert(
         FORMAT=kv.layout.format,
         INDEX_PAGE=keys.layout.page_size,
         INDEX_FORMAT=keys.layout.format,
-        num_warps=max(rows // ROWS_OF_A_WARP, 1),
+        NATIVE=converts(qkv.device),
+        num_warps=WARPS,
     )  # fmt: skip
     return result
-
-
-@triton.jit
-def _items(program, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Token int64, head and presence of each row, [ROWS, 1], or [1, 1] where all rows share it."""
-    row = tl.arange(0, ROWS)[:, None]
-    if HEADS % ROWS == 0:
-        first = program * ROWS
-        token, head = tl.zeros((1, 1), tl.int32) + first // HEADS, first % HEADS + row
-    else:
-        token, head = (program * ROWS + row) // HEADS, (program * ROWS + row) % HEADS
-    return token.to(tl.int64), head, token < tokens
 
 
 @triton.jit
@@ -135,11 +119,11 @@ def _turned(parts, token, real, gain, turn, DIM: tl.constexpr, HALF: tl.constexp
 
 @triton.jit
 def _query(
-    program, tokens, at, row, gain, turn, out, strides,
+    program, span, at, row, gain, turn, out, strides,
     HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Heads from column ``at`` of the rows on, to ``out``."""
-    token, head, real = _items(program, tokens, HEADS, ROWS)
+    token, head, real = items(program, span[0], span[1], HEADS, ROWS)
     parts = _read(at + token * row[0] + head * DIM * row[1], row[1], real, DIM, HALF)
     turned = _turned(parts, token, real, gain, turn, DIM, HALF)
     to = out + token * strides[0] + head * strides[1]
@@ -150,10 +134,10 @@ def _query(
 
 @triton.jit
 def _kept(
-    program, tokens, at, row, slots, HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr
+    program, span, at, row, slots, HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr
 ):
     """Heads from column ``at`` of the rows on, and where they go; slot -1: nowhere. slots: pointer and stride."""
-    token, head, real = _items(program, tokens, HEADS, ROWS)
+    token, head, real = items(program, span[0], span[1], HEADS, ROWS)
     slot = tl.load(slots[0] + token * slots[1], mask=real, other=-1).to(tl.int64)
     parts = _read(at + token * row[0] + head * DIM * row[1], row[1], real, DIM, HALF)
     return parts, token, real, head, slot
@@ -161,65 +145,72 @@ def _kept(
 
 @triton.jit
 def _key(
-    program, tokens, at, row, gain, turn, slots, cache, part, scale,
+    program, span, at, row, gain, turn, slots, cache, part, scale,
     HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    PAGE: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    parts, token, real, head, slot = _kept(program, tokens, at, row, slots, HEADS, ROWS, DIM, HALF)
+    parts, token, real, head, slot = _kept(program, span, at, row, slots, HEADS, ROWS, DIM, HALF)
     turned = _turned(parts, token, real, gain, turn, DIM, HALF)
     for i in tl.static_range(DIM // HALF):
-        _encode.put(turned[i], slot >= 0, cache, part, slot, head, scale, i * HALF, DIM, PAGE, FORMAT, False)
+        _encode.put(turned[i], slot >= 0, cache, part, slot, head, scale, i * HALF, DIM, PAGE, FORMAT, False, NATIVE)
 
 
 @triton.jit
 def _value(
-    program, tokens, at, row, slots, cache, part, scale,
+    program, span, at, row, slots, cache, part, scale,
     HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    PAGE: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    parts, _, _, head, slot = _kept(program, tokens, at, row, slots, HEADS, ROWS, DIM, HALF)
+    parts, _, _, head, slot = _kept(program, span, at, row, slots, HEADS, ROWS, DIM, HALF)
     for i in tl.static_range(DIM // HALF):
-        _encode.put(parts[i], slot >= 0, cache, part, slot, head, scale, i * HALF, DIM, PAGE, FORMAT, True)
+        _encode.put(parts[i], slot >= 0, cache, part, slot, head, scale, i * HALF, DIM, PAGE, FORMAT, True, NATIVE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _heads(
     qkv, q_weight, k_weight, index_q_weight, index_k_weight, positions, cos_sin,
     kv, keys, values, k_scale, v_scale, index_cache, index_keys, slots, index_slots, q_out, index_q_out,
-    tokens, ends, row, table, q_strides, index_q_strides, strides, eps, offset,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr,
-    DIM: tl.constexpr, INDEX_DIM: tl.constexpr, HALF: tl.constexpr,
-    PAGE: tl.constexpr, FORMAT: tl.constexpr, INDEX_PAGE: tl.constexpr, INDEX_FORMAT: tl.constexpr,
+    tokens, row, table, q_strides, index_q_strides, strides, eps, offset,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr,
+    DIM: tl.constexpr, INDEX_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    INDEX_PAGE: tl.constexpr, INDEX_FORMAT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """ends: of the programs for k, v, index_q and index_k; q's follow: what few programs do slowly comes first."""
-    program = tl.program_id(0)
+    """For every TOKENS tokens, programs for k, v, index_k, index_q and q."""
+    VALUE: tl.constexpr = (TOKENS * KV_HEADS + FEW - 1) // FEW
+    INDEX_KEY: tl.constexpr = 2 * VALUE
+    INDEX_QUERY: tl.constexpr = INDEX_KEY + ((TOKENS + FEW - 1) // FEW if INDEX_HEADS > 0 else 0)
+    QUERY: tl.constexpr = INDEX_QUERY + (TOKENS * INDEX_HEADS + FEW - 1) // FEW
+    END: tl.constexpr = QUERY + (TOKENS * Q_HEADS + ROWS - 1) // ROWS
+    start, program = tl.program_id(0) // END * TOKENS, tl.program_id(0) % END
+    span = (start, tl.minimum(tokens - start, TOKENS))
     turn = (positions, strides[0], cos_sin, table, eps, offset)
     to, index_to = (slots, strides[1]), (index_slots, strides[2])
     k = qkv + Q_HEADS * DIM * row[1]
     v = k + KV_HEADS * DIM * row[1]
     index_q = v + KV_HEADS * DIM * row[1]
-    if program < ends[0]:
+    if program < VALUE:
         gain = (k_weight, strides[4])
-        _key(program, tokens, k, row, gain, turn, to, kv, keys, k_scale, KV_HEADS, FEW, DIM, HALF, PAGE, FORMAT)
-    elif program < ends[1]:
-        program -= ends[0]
-        _value(program, tokens, v, row, to, kv, values, v_scale, KV_HEADS, FEW, DIM, HALF, PAGE, FORMAT)
-    elif program >= ends[3]:
+        _key(program, span, k, row, gain, turn, to, kv, keys, k_scale, KV_HEADS, FEW, DIM, HALF, PAGE, FORMAT, NATIVE)
+    elif program < INDEX_KEY:
+        program -= VALUE
+        _value(program, span, v, row, to, kv, values, v_scale, KV_HEADS, FEW, DIM, HALF, PAGE, FORMAT, NATIVE)
+    elif program >= QUERY:
         gain = (q_weight, strides[3])
-        program -= ends[3]
-        _query(program, tokens, qkv, row, gain, turn, q_out, q_strides, Q_HEADS, ROWS, DIM, HALF)
+        program -= QUERY
+        _query(program, span, qkv, row, gain, turn, q_out, q_strides, Q_HEADS, ROWS, DIM, HALF)
     elif INDEX_HEADS > 0:
-        if program < ends[2]:
-            gain = (index_q_weight, strides[5])
-            program -= ends[1]
-            _query(
-                program, tokens, index_q, row, gain, turn, index_q_out, index_q_strides, INDEX_HEADS, FEW, INDEX_DIM,
-                HALF,
-            )  # fmt: skip
-        else:
+        if program < INDEX_QUERY:
             gain = (index_k_weight, strides[6])
             index_k = index_q + INDEX_HEADS * INDEX_DIM * row[1]
             _key(
-                program - ends[2], tokens, index_k, row, gain, turn, index_to, index_cache, index_keys, None,
-                1, FEW, INDEX_DIM, HALF, INDEX_PAGE, INDEX_FORMAT,
+                program - INDEX_KEY, span, index_k, row, gain, turn, index_to, index_cache, index_keys, None,
+                1, FEW, INDEX_DIM, HALF, INDEX_PAGE, INDEX_FORMAT, NATIVE,
+            )  # fmt: skip
+        else:
+            gain = (index_q_weight, strides[5])
+            program -= INDEX_QUERY
+            _query(
+                program, span, index_q, row, gain, turn, index_q_out, index_q_strides, INDEX_HEADS, FEW, INDEX_DIM,
+                HALF,
             )  # fmt: skip

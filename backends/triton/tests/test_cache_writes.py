@@ -51,11 +51,11 @@ def test_kv_write_rounds_every_number_as_the_codec_does(format, kind):
     slots = torch.arange(128, device=DEVICE)
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     mixed = x.flatten()[torch.randperm(x.numel(), generator=generator, device=DEVICE)].view(x.shape)
-    for numbers in (x, mixed, torch.zeros_like(x), -torch.zeros_like(x)):
+    for numbers in (x, mixed, torch.zeros_like(x[:2]), -torch.zeros_like(x[:2])):
         written = []
         for write in (kv_write(sparse_site(torch.float32)), load("kv_write").reference):
             cache = empty(format, kind, heads=12, dim=128, values=False, pages=8)
-            write(cache, numbers, None, slots)
+            write(cache, numbers, None, slots[: len(numbers)])
             written.append(raw(cache))
         assert torch.equal(*written)
 
