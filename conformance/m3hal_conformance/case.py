@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m3hal.shape import MINIMAX_M3, ModelShape, Site
+from m3hal.shape import MINIMAX_M3, ModelShape
+from m3hal.shape import Site as Site  # what suites import with the rest
 from m3hal_conformance.inputs import generator
 
 #: formats of activations in which the suite asks every question
@@ -50,6 +51,11 @@ class Rng:
         return torch.randperm(n, generator=self.generator)
 
 
+#: a case's inputs from its random numbers and its site; and from the page map of its caches
+Make = Callable[[Rng, Site], Inputs]
+MakeIn = Callable[[Rng, Site, str], Inputs]
+
+
 @dataclass(frozen=True)
 class Case:
     """One question to an implementation.
@@ -65,7 +71,7 @@ class Case:
     id: str
     operator: str
     site: Site
-    make: Callable[[Rng, Site], Inputs]
+    make: Make
     checks: tuple[str, ...]
     input_class: str = "plain"
     layout: str = "hnd"
@@ -92,7 +98,7 @@ def shape_of(site: Site) -> ModelShape:
 
 def make_site(kind: str, dtype: str, *, tensor_parallel: int = 1, **overrides: Any) -> Site:
     """A site of MiniMax-M3 as published, on one of ``tensor_parallel`` ranks, with values replaced."""
-    sites = {site.kind: site for site in _shape(dtype, tensor_parallel).sites()}
+    sites: dict[str, Site] = {site.kind: site for site in _shape(dtype, tensor_parallel).sites()}
     if kind == "drafter":  # M3.1's drafter: plain norm weights, not causal, a sliding window
         dense = sites["dense_attention"]
         return replace(dense, kind="drafter", causal=False, window_left=1024, weight_offset=0.0, **overrides)

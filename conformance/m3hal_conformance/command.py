@@ -7,7 +7,7 @@ import datetime
 import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from m3hal import ops
@@ -22,7 +22,7 @@ from m3hal_conformance.composed import check_layer
 from m3hal_conformance.coverage import cover
 from m3hal_conformance.harness import torch_threads
 from m3hal_conformance.page import page
-from m3hal_conformance.results import Result, WaiverError, apply_waivers, exit_code, read_waivers, unused
+from m3hal_conformance.results import Result, Waiver, WaiverError, apply_waivers, exit_code, read_waivers, unused
 from m3hal_conformance.runner import Runner, default_threads
 from m3hal_conformance.suite import all_cases, select
 from m3hal_conformance.verification import compare, read, verify
@@ -103,7 +103,7 @@ def _near(name: str) -> str:
     return f" Ids begin with an operator: {', '.join(dict.fromkeys(case.operator for case in all_cases()))}."
 
 
-def _waivers(options: argparse.Namespace, device: str):  # type: ignore[no-untyped-def]
+def _waivers(options: argparse.Namespace, device: str) -> tuple[Waiver, ...]:
     try:
         return read_waivers(options.waivers, device) if options.waivers else ()
     except WaiverError as error:
@@ -111,11 +111,12 @@ def _waivers(options: argparse.Namespace, device: str):  # type: ignore[no-untyp
 
 
 def _write(options: argparse.Namespace, claim: dict[str, object], results: Sequence[Result]) -> None:
-    for path, text in (
+    texts: tuple[tuple[str | None, Callable[[], str]], ...] = (
         (options.json, lambda: json.dumps(claim, indent=1) + "\n"),
         (options.junit, lambda: reports.junit(claim, results)),
         (options.html, lambda: page(claim, results)),
-    ):
+    )
+    for path, text in texts:
         if path:
             try:
                 Path(path).write_text(text())

@@ -26,9 +26,10 @@ from m3hal_conformance.case import Rng, make_site
 from m3hal_conformance.harness import widened
 from m3hal_conformance.legitimate import EVALUATIONS
 from m3hal_conformance.results import CheckResult, Result
-from m3hal_conformance.runner import Runner, Unsupported
+from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite._paged import filled, index_layout, kv_layout, requests
 from m3hal_conformance.trees import map_tensors
+from m3hal_conformance.trial import Unsupported
 
 #: operators of the layer and the site that each runs at
 PARTS: Mapping[str, str] = {
@@ -150,7 +151,7 @@ def check_layer(runner: Runner, dtype: str) -> Result:
         return Result(
             name, "layer", dtype, "unsupported", reason="it has fewer than two operators of the layer in public pages"
         )
-    calls = {**_references(where), **{op: partial(_call, b, runner.torch_device) for op, b in bound.items()}}
+    calls: Calls = {**_references(where), **{op: partial(_call, b, runner.torch_device) for op, b in bound.items()}}
     try:
         layer = map_tensors(make_layer(site, dtype), lambda tensor: tensor.to(runner.torch_device))
         found, _, _ = run_layer(layer, calls)

@@ -14,7 +14,8 @@ from m3hal.dispatch import Bound, Impl, Kernel, Limit, M3halError
 from m3hal.shape import SITE_ATTRIBUTES, Site
 from m3hal_conformance.case import Case
 from m3hal_conformance.results import Result
-from m3hal_conformance.runner import Runner, Unsupported
+from m3hal_conformance.runner import Runner
+from m3hal_conformance.trial import Unsupported
 
 #: attributes that the inputs of a case follow, so that a probe at another value asks a real question
 _PROBED = ("page_size", "top_k_blocks", "top_k_experts", "num_q_heads", "index_dim")

@@ -78,8 +78,10 @@ def code_places(page: Page, part: Part) -> Places:
     byte = np.arange(size)
     if page.kind in ("hnd", "nhd") and page.format not in GROUP:
         row = head * page.page_size + token if page.kind == "hnd" else token * page.heads + head
-        return (row * _parts(page) + (part == "v")) * size + byte  # keys before values in a token's row
-    return _codes_from(page, part) + token * size + byte
+        places: Places = (row * _parts(page) + (part == "v")) * size + byte
+        return places  # keys before values in a token's row
+    places = _codes_from(page, part) + token * size + byte
+    return places
 
 
 @cache

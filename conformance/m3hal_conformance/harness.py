@@ -220,7 +220,7 @@ def pages_in_use(inputs: Mapping[str, Any]) -> Tensor:
     named_by += [
         inputs["slots"][inputs["slots"] >= 0] // cache.layout.page_size for cache in caches if "slots" in inputs
     ]
-    return torch.cat([pages.flatten().long() for pages in named_by]).unique()
+    return torch.unique(torch.cat([pages.flatten().long() for pages in named_by]))  # type: ignore[no-any-return]
 
 
 def on_device(value: Any, inputs: Mapping[str, Any], device: torch.device) -> Any:

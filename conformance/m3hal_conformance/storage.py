@@ -104,8 +104,8 @@ def distance(wanted: Vectors, stored: Tensor, known: Tensor) -> Tensor:
     groups = wanted.scales.shape[-1]
     if groups:
         group = exact.shape[-1] // groups
-        top = exact.unflatten(-1, (groups, group)).abs().nan_to_num(nan=0.0, posinf=INF).amax(-1)
-        size = unit.unflatten(-1, (groups, group)).amax(-1)
+        top = exact.reshape(*exact.shape[:-1], groups, group).abs().nan_to_num(nan=0.0, posinf=INF).amax(-1)
+        size = unit.reshape(*unit.shape[:-1], groups, group).amax(-1)
         byte, right = (flat[wanted.scales].long() for flat in (stored, known))
         away = torch.where(byte == right, 0.0, _outside(top, size, wanted.tops[byte]))
         off, factor = (t.repeat_interleave(group, -1) for t in (away, wanted.factors[byte]))

@@ -15,8 +15,9 @@ from m3hal.dispatch.levels import digest
 from m3hal_conformance.case import Case, case_set_hash
 from m3hal_conformance.claim import CLAIM_VERSION, files_of, tiers
 from m3hal_conformance.results import STATUSES, Result, counts
-from m3hal_conformance.runner import Runner, Unsupported
+from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import all_cases
+from m3hal_conformance.trial import Unsupported
 
 #: what a claim has at its top, and in each of its rows; what later versions of the suite add is no part of it
 _PARTS: Mapping[str, type] = {

@@ -83,7 +83,7 @@ def apart(cache: PagedCache) -> PagedCache:
     else:
         axis = 1 if kind == "msa_slot" else 0
         wide = torch.full((*buf.shape[:axis], 2 * buf.shape[axis], *buf.shape[axis + 1 :]), 0x7F, dtype=buf.dtype)
-        view = wide.unflatten(axis, (-1, 2)).select(axis + 1, 1)
+        view = wide.unflatten(axis, (-1, 2)).select(axis + 1, 1)  # type: ignore[no-untyped-call]
     view.copy_(buf)
     return replace(cache, buf=view)
 

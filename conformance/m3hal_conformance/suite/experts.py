@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from m3hal.ops import ExpertWeights
-from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
+from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
 from m3hal_conformance.inputs import hot_routing
 from m3hal_conformance.suite._build import LIGHT, ask, every_other, in_wide_row, spikes
 
@@ -19,14 +19,14 @@ ONE = ("float32",)  # logits are fp32 at every site
 H, EXPERTS = 6144, 8
 
 
-def _logits(tokens: int, spread: float = 1.0, bias: float = 0.1, experts: int = 128):  # type: ignore[no-untyped-def]
+def _logits(tokens: int, spread: float = 1.0, bias: float = 0.1, experts: int = 128) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         return {"logits": spread * rng.normal(tokens, experts), "bias": bias * rng.normal(experts)}
 
     return make
 
 
-def _rows(make: Callable[[Rng], tuple[Tensor, Tensor]]):  # type: ignore[no-untyped-def]
+def _rows(make: Callable[[Rng], tuple[Tensor, Tensor]]) -> Make:
     return lambda rng, site: dict(zip(("logits", "bias"), make(rng), strict=True))
 
 
@@ -166,7 +166,7 @@ def _nowhere(rng: Rng, tokens: int) -> tuple[Tensor, Tensor]:
     return torch.full((tokens, 4), NAN), torch.full((tokens, 4), -1, dtype=torch.int32)
 
 
-def _moe_inputs(tokens: int, routing: Routing, hidden: int = 256, inner: int = 96, *, real: bool = False):  # type: ignore[no-untyped-def]
+def _moe_inputs(tokens: int, routing: Routing, hidden: int = 256, inner: int = 96, *, real: bool = False) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         weights, ids = routing(rng, tokens)
         experts = _large(dtype_of(site), EXPERTS, hidden, inner) if real else _weights(rng, site, hidden, inner)

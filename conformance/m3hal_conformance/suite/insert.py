@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from m3hal.ops import QKNorms
 from m3hal.ops.rope_partial import rope_table
-from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
+from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
 from m3hal_conformance.suite._paged import empty, index_layout, kv_layout
 
@@ -24,7 +25,9 @@ def _row_width(site: Site) -> int:
     return main + ((site.num_index_heads + 1) * site.index_dim if site.num_index_heads else 0)
 
 
-def _inputs(slots: list[int], positions: list[int], *, index_slots: list[int] | None = None, outer: int = 1):  # type: ignore[no-untyped-def]
+def _inputs(
+    slots: list[int], positions: list[int], *, index_slots: list[int] | None = None, outer: int = 1
+) -> Callable[..., Inputs]:
     def make(rng: Rng, site: Site, kind: str = "hnd") -> Inputs:
         dtype = dtype_of(site)
 
@@ -50,7 +53,7 @@ def _inputs(slots: list[int], positions: list[int], *, index_slots: list[int] | 
     return make
 
 
-def _many(tokens: int):  # type: ignore[no-untyped-def]
+def _many(tokens: int) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         slots = rng.permutation(7 * P)[:tokens].tolist()
         return _inputs(slots, rng.integers(0, 4096, tokens).tolist())(rng, site)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from m3hal.layouts import KVLayout, PagedCache
-from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
+from m3hal_conformance.case import Case, Inputs, MakeIn, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask, every_other
 from m3hal_conformance.suite._paged import empty, index_layout, kv_layout
 
@@ -19,7 +19,7 @@ SLOTS = [127, 128, 0, -1, 3 * P + 5, 2 * P - 1, -1, 4 * P, 1, 5 * P + 126]
 DECODED = ("bytes_decoded", "permuted_rows")
 
 
-def _write(slots: list[int], *, index: bool = False, outer: int = 1, pages: int = 6):  # type: ignore[no-untyped-def]
+def _write(slots: list[int], *, index: bool = False, outer: int = 1, pages: int = 6) -> MakeIn:
     def make(rng: Rng, site: Site, kind: str) -> Inputs:
         layout = index_layout(site, kind) if index else kv_layout(site, kind)
         shape = (len(slots), layout.heads, layout.dim)
@@ -83,7 +83,7 @@ def _both(
     return cases
 
 
-def _huge(index: bool):  # type: ignore[no-untyped-def]
+def _huge(index: bool) -> MakeIn:
     """Pages on both sides of the first whose offset leaves 31 bits; memory that nobody touches costs nothing."""
 
     def make(rng: Rng, site: Site, kind: str) -> Inputs:
@@ -124,7 +124,7 @@ def _kv_write() -> list[Case]:
     ]  # fmt: skip
 
 
-def _read(slots: list[int], *, index: bool = False, outer: int = 1):  # type: ignore[no-untyped-def]
+def _read(slots: list[int], *, index: bool = False, outer: int = 1) -> MakeIn:
     def make(rng: Rng, site: Site, kind: str) -> Inputs:
         inputs = _write([s for s in slots if s >= 0], index=index, outer=outer)(rng, site, kind)
         cache, written = empty(inputs["cache"].layout, 6, rng, outer), torch.tensor([s for s in slots if s >= 0]).long()
@@ -157,7 +157,7 @@ def _kv_read() -> list[Case]:
     ]
 
 
-def _copy(pairs: list[tuple[int, int]], *, inside: bool = False, outer: int = 1, index: bool = False):  # type: ignore[no-untyped-def]
+def _copy(pairs: list[tuple[int, int]], *, inside: bool = False, outer: int = 1, index: bool = False) -> MakeIn:
     def make(rng: Rng, site: Site, kind: str) -> Inputs:
         layout = index_layout(site, kind) if index else kv_layout(site, kind)
         src = _numbered(empty(layout, 6, rng))

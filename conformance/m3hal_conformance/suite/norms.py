@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
+from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask, every_other, in_wide_row, spikes
 
 H, D = 6144, 128
@@ -55,7 +57,7 @@ def _scattered(rng: Rng, site: Site) -> Inputs:
     return {"x": every_other(inputs["x"], 1), "weight": in_wide_row(inputs["weight"])}
 
 
-def _weight_of(value: float, tokens: int = 5):  # type: ignore[no-untyped-def]
+def _weight_of(value: float, tokens: int = 5) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         inputs = _x(rng, site, tokens)
         return {**inputs, "weight": torch.full_like(inputs["weight"], value)}
@@ -66,7 +68,7 @@ def _weight_of(value: float, tokens: int = 5):  # type: ignore[no-untyped-def]
 def _rms_norm() -> list[Case]:
     op = "rms_norm"
 
-    def q(name, make, **options):  # type: ignore[no-untyped-def]
+    def q(name: str, make: Make, **options: Any) -> list[Case]:
         return ask(op, name, make, kind=options.pop("kind", "sparse_attention"), **options)
 
     return [
@@ -95,7 +97,7 @@ def _pair(rng: Rng, site: Site, tokens: int, width: int = H) -> Inputs:
     return {"x": x["x"], "residual": (4 * rng.normal(tokens, width)).to(dtype_of(site)), "weight": x["weight"]}
 
 
-def _pair_of(make):  # type: ignore[no-untyped-def]
+def _pair_of(make: Make) -> Make:
     """The sum has the structure: x carries it and the residual is small, in turn the other way round."""
 
     def pair(rng: Rng, site: Site) -> Inputs:
@@ -123,7 +125,7 @@ def _wide_pair(rng: Rng, site: Site) -> Inputs:
 def _add_rms_norm() -> list[Case]:
     op = "add_rms_norm"
 
-    def q(name, make, **options):  # type: ignore[no-untyped-def]
+    def q(name: str, make: Make, **options: Any) -> list[Case]:
         return ask(op, name, make, kind="sparse_attention", **options)
 
     return [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from m3hal.ops.topk_blocks import topk_blocks
-from m3hal_conformance.case import Case, Inputs, Rng, Site
+from m3hal_conformance.case import Case, Inputs, Make, Rng, Site
 from m3hal_conformance.suite._build import ask, every_other
 
 INF, NAN = float("inf"), float("nan")
@@ -19,7 +19,7 @@ RELATIONS = ("row_alone", "permuted_rows")
 VISIBLE = [0, 1, 2, 15, 16, 17, 33, 40]
 
 
-def _scores(fill: Callable[[Rng, int, int, int], Tensor], visible: list[int], width: int, heads: int = 4):  # type: ignore[no-untyped-def]
+def _scores(fill: Callable[[Rng, int, int, int], Tensor], visible: list[int], width: int, heads: int = 4) -> Make:
     """Scores of tokens that see ``visible`` blocks; what lies past them is hidden and holds the rng's ``stale``."""
 
     def make(rng: Rng, site: Site) -> Inputs:
@@ -116,7 +116,9 @@ def _topk() -> list[Case]:
     ]  # fmt: skip
 
 
-def _sharded(ranks: int, fill: Callable[[Rng, int, int, int], Tensor], visible: list[int], shuffle: bool = False):  # type: ignore[no-untyped-def]
+def _sharded(
+    ranks: int, fill: Callable[[Rng, int, int, int], Tensor], visible: list[int], shuffle: bool = False
+) -> Make:
     """Rank r owns blocks r, r + R, ...; each offers its best k. Absent offers hold scores that must not count."""
 
     def make(rng: Rng, site: Site) -> Inputs:
@@ -140,7 +142,7 @@ def _sharded(ranks: int, fill: Callable[[Rng, int, int, int], Tensor], visible: 
     return make
 
 
-def _whole(ranks: int, fill: Any, visible: list[int], name: str):  # type: ignore[no-untyped-def]
+def _whole(ranks: int, fill: Any, visible: list[int], name: str) -> Callable[[Inputs], dict[str, Tensor]]:
     """The selection that one device would make from all scores, made anew from the same random numbers."""
 
     def golden(inputs: Inputs) -> dict[str, Tensor]:
