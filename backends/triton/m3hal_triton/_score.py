@@ -11,6 +11,11 @@ import triton.language as tl
 
 from m3hal_triton._decode import as_queries, dims, factor, load_keys, load_rows, load_scales
 
+#: arguments whose values and addresses make no other kernel
+_NUMBERS = ["token_low", "token_high", "blocks", "requests", "table_row", "table_slot"]
+_NUMBERS += ["score_token", "score_head", "score_block"]
+_ARRAYS = ["cu_q", "seq_lens", "block_table", "first_block", "shares", "scores"]
+
 
 @triton.jit
 def _larger(a, b):
@@ -29,7 +34,7 @@ def _pages_of(start, until, table, table_step, PAGE: tl.constexpr, KEYS: tl.cons
     return page.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def score_few(
     index_q,
     cache,
@@ -42,11 +47,13 @@ def score_few(
     scores,
     blocks,  # that a row of scores has room for
     q_strides,
-    table_strides,
-    score_strides,
+    table_row,
+    table_slot,
+    score_token,
+    score_head,
+    score_block,
     HEADS: tl.constexpr,
-    QT: tl.constexpr,  # at least the query tokens of any request
-    ROWS: tl.constexpr,  # QT * HEADS, padded for the matrix unit
+    ROWS: tl.constexpr,  # at least HEADS times the query tokens of any request, padded for the matrix unit
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
@@ -70,31 +77,31 @@ def score_few(
     end, first, last, seq_len = tl.load(share + 4), tl.load(share + 5), tl.load(share + 6), tl.load(share + 7)
     while at < stop:
         until = tl.minimum(stop, end)
-        table = block_table + request.to(tl.int64) * table_strides[0]
+        table = block_table + request.to(tl.int64) * table_row
         token = (first + row // HEADS).to(tl.int64)
-        live = (token < last) & (row < QT * HEADS)
+        live = (token < last) & (row < ROWS // HEADS * HEADS)
         position = seq_len - (last - token).to(tl.int32)
         at_q = index_q + token[None, :] * q_strides[0] + head[None, :] * q_strides[1] + dim[:, None] * q_strides[2]
         queries, q_factor = as_queries(tl.load(at_q, mask=live[None, :], other=0.0), COMPUTE, 0)
         q_factor = q_factor * factor(None, FORMAT)
-        target = scores + token * score_strides[0] + head * score_strides[1]
+        target = scores + token * score_token + head * score_head
         best = tl.full((ROWS,), float("-inf"), tl.float32)
         low, high = (at - base) * STEPS, (until - base) * STEPS
         behind = tl.minimum(seq_len, high * KEYS)
         following = 0
         if PACKED:
             key = low * KEYS + tl.arange(0, KEYS)
-            page = _pages_of(low * KEYS, behind, table, table_strides[1], PAGE, KEYS)
+            page = _pages_of(low * KEYS, behind, table, table_slot, PAGE, KEYS)
             following = load_scales(cache, keys, page, 0, key % PAGE, key < behind, DIM, FORMAT, False)
         for step in range(low, high):
             start = step * KEYS
             key = start + tl.arange(0, KEYS)
             there = key < seq_len
-            page = _pages_of(start, behind, table, table_strides[1], PAGE, KEYS)
+            page = _pages_of(start, behind, table, table_slot, PAGE, KEYS)
             scales = following
             if PACKED:
                 later = key + KEYS
-                page_after = _pages_of(start + KEYS, behind, table, table_strides[1], PAGE, KEYS)
+                page_after = _pages_of(start + KEYS, behind, table, table_slot, PAGE, KEYS)
                 following = load_scales(cache, keys, page_after, 0, later % PAGE, later < behind, DIM, FORMAT, False)
             tile = load_rows(cache, keys, page, 0, key % PAGE, there, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
             dots = tl.dot(tile, queries, input_precision=PRECISION)
@@ -102,7 +109,7 @@ def score_few(
             here = tl.reduce(dots, 0, _larger)
             best = tl.where(step % STEPS == 0, here, _larger(best, here))
             block = step // STEPS
-            where = target + tl.cast(block, tl.int64) * score_strides[2]
+            where = target + tl.cast(block, tl.int64) * score_block
             tl.store(where, best * q_factor, mask=live & (block + row * 0 < blocks))
 
         at = until
@@ -115,7 +122,7 @@ def score_few(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["token_low", "token_high", "blocks", "requests"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def score_many(
     index_q,
     cache,
@@ -129,8 +136,11 @@ def score_many(
     blocks,  # that a row of scores has room for
     requests,
     q_strides,
-    table_strides,
-    score_strides,
+    table_row,
+    table_slot,
+    score_token,
+    score_head,
+    score_block,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -165,7 +175,7 @@ def score_many(
     if (newest < token_low) | (first >= token_high) | (seq_len == 0):
         return
 
-    table = block_table + request.to(tl.int64) * table_strides[0]
+    table = block_table + request.to(tl.int64) * table_row
     row = tl.arange(0, ROWS)
     head = row % HEADS
     dim = dims(DIM, FORMAT)
@@ -176,7 +186,7 @@ def score_many(
     at_q = index_q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
     queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), COMPUTE, 1)
     q_factor = q_factor * factor(None, FORMAT)
-    target = scores + (token - token_low) * score_strides[0] + head * score_strides[1]
+    target = scores + (token - token_low) * score_token + head * score_head
 
     visible = tl.minimum((seq_len - (last - newest)) // BLOCK + 1, blocks)
     share, shares = tl.program_id(1), tl.num_programs(1)
@@ -187,22 +197,22 @@ def score_many(
     for step in range(low * STEPS, everyone * STEPS):
         start = step * KEYS
         key = start + tl.arange(0, KEYS)
-        page = _pages_of(start, seq_len, table, table_strides[1], PAGE, KEYS)
+        page = _pages_of(start, seq_len, table, table_slot, PAGE, KEYS)
         scales = load_scales(cache, keys, page, 0, key % PAGE, None, DIM, FORMAT, False)
         tile = load_keys(cache, keys, page, 0, key % PAGE, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         here = tl.reduce(tl.dot(queries, tile, input_precision=PRECISION), 1, _larger)
         best = tl.where(step % STEPS == 0, here, _larger(best, here))
         if step % STEPS == STEPS - 1:
-            tl.store(target + tl.cast(step // STEPS, tl.int64) * score_strides[2], best * q_factor, mask=kept)
+            tl.store(target + tl.cast(step // STEPS, tl.int64) * score_block, best * q_factor, mask=kept)
     for step in range(everyone * STEPS, high * STEPS):
         start = step * KEYS
         key = start + tl.arange(0, KEYS)
         there = key < seq_len
-        page = tl.load(table + key // PAGE * table_strides[1], mask=there, other=0).to(tl.int64)
+        page = tl.load(table + key // PAGE * table_slot, mask=there, other=0).to(tl.int64)
         scales = load_scales(cache, keys, page, 0, key % PAGE, there, DIM, FORMAT, False)
         tile = load_keys(cache, keys, page, 0, key % PAGE, there, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         dots = tl.dot(queries, tile, input_precision=PRECISION)
         here = tl.reduce(tl.where(key[None, :] <= position[:, None], dots, float("-inf")), 1, _larger)
         best = tl.where(step % STEPS == 0, here, _larger(best, here))
         if step % STEPS == STEPS - 1:
-            tl.store(target + tl.cast(step // STEPS, tl.int64) * score_strides[2], best * q_factor, mask=kept)
+            tl.store(target + tl.cast(step // STEPS, tl.int64) * score_block, best * q_factor, mask=kept)

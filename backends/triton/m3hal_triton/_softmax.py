@@ -23,7 +23,7 @@ def accumulate(scores, values, top, total, acc, COMPUTE: tl.constexpr, PRECISION
 @triton.jit
 def finish(
     top, total, acc, value_factor, token, head, dim, live, split,
-    partial, partial_lse, out, lse, heads, out_strides, lse_strides,
+    partial, partial_lse, out, lse, heads, out_strides, lse_token, lse_head,
     DIM: tl.constexpr, SPLITS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Stores rows of results: into out and lse, or as one of SPLITS parts. A row that saw no key is zeros and -inf."""
@@ -40,13 +40,13 @@ def finish(
         at = out + token[:, None] * out_strides[0] + head[:, None] * out_strides[1] + dim[None, :] * out_strides[2]
         tl.store(at, result.to(out.dtype.element_ty), mask=live[:, None])
         if LSE:
-            tl.store(lse + token * lse_strides[0] + head * lse_strides[1], base2 * LN_2, mask=live)
+            tl.store(lse + token * lse_token + head * lse_head, base2 * LN_2, mask=live)
 
 
 @triton.jit
 def clear_loose(
-    first, tokens, step, head, dim, one, out, lse, out_strides, lse_strides, ROWS: tl.constexpr, DIM: tl.constexpr,
-    LSE: tl.constexpr,
+    first, tokens, step, head, dim, one, out, lse, out_strides, lse_token, lse_head,
+    ROWS: tl.constexpr, DIM: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Zeros and -inf for every ``step``-th token from ``first`` on: tokens that belong to no request."""
     for loose in range(first, tokens, step):
@@ -54,10 +54,13 @@ def clear_loose(
         at = out + token * out_strides[0] + head[:, None] * out_strides[1] + dim[None, :] * out_strides[2]
         tl.store(at, tl.zeros((ROWS, DIM), out.dtype.element_ty), mask=one[:, None])
         if LSE:
-            tl.store(lse + token * lse_strides[0] + head * lse_strides[1], float("-inf"), mask=one)
+            tl.store(lse + token * lse_token + head * lse_head, float("-inf"), mask=one)
 
 
-@triton.jit(do_not_specialize=["heads"])
+@triton.jit(
+    do_not_specialize=["heads", "lse_token", "lse_head"],
+    do_not_specialize_on_alignment=["partial_lse", "request_of", "lse"],
+)
 def merge_splits(
     partial,
     partial_lse,
@@ -66,7 +69,8 @@ def merge_splits(
     lse,
     heads,
     out_strides,
-    lse_strides,
+    lse_token,
+    lse_head,
     DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     LSE: tl.constexpr,
@@ -93,4 +97,4 @@ def merge_splits(
     tl.store(at, result.to(out.dtype.element_ty))
     if LSE:
         natural = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
-        tl.store(lse + token * lse_strides[0] + head * lse_strides[1], natural)
+        tl.store(lse + token * lse_token + head * lse_head, natural)

@@ -14,6 +14,11 @@ import triton.language as tl
 from m3hal_triton._decode import as_queries, dims, factor, load_keys, load_rows, load_scales
 from m3hal_triton._softmax import accumulate, clear_loose, finish
 
+#: arguments whose values and addresses make no other kernel
+_NUMBERS = ["tokens", "requests", "chunks", "id_token", "id_head", "id_slot", "table_row", "table_slot"]
+_NUMBERS += ["lse_token", "lse_head"]
+_ARRAYS = ["block_ids", "cu_q", "seq_lens", "request_of", "position_of", "block_table", "partial_lse", "lse"]
+
 
 @triton.jit
 def _locate(
@@ -30,7 +35,7 @@ def _locate(
     return block, start + tl.arange(0, KEYS), page.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "chunks"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def attend(
     q,
     cache,
@@ -53,10 +58,14 @@ def attend(
     requests,
     chunks,  # programs along the tokens of one request
     q_strides,
-    id_strides,
-    table_strides,
+    id_token,
+    id_head,
+    id_slot,
+    table_row,
+    table_slot,
     out_strides,
-    lse_strides,
+    lse_token,
+    lse_head,
     GROUP: tl.constexpr,  # query heads per kv head
     ROWS: tl.constexpr,  # QT * GROUP, padded for the matrix unit
     QT: tl.constexpr,
@@ -95,7 +104,7 @@ def attend(
         token = row.to(tl.int64) * 0 + work
         live = row < GROUP
         position = row * 0 + newest
-        at_ids = block_ids + tl.cast(work, tl.int64) * id_strides[0] + group * id_strides[1] + slot * id_strides[2]
+        at_ids = block_ids + tl.cast(work, tl.int64) * id_token + group * id_head + slot * id_slot
         ids = tl.load(at_ids, mask=slot < IDS, other=-1)
         keep = (ids >= 0) & (ids.to(tl.int64) * BLOCK <= newest)
     else:
@@ -106,7 +115,7 @@ def attend(
         if split == 0 and SPLITS == 1:
             loose = tl.load(cu_q + requests) + work
             clear_loose(
-                loose, tokens, tl.num_programs(2), head, dim, row < GROUP, out, lse, out_strides, lse_strides,
+                loose, tokens, tl.num_programs(2), head, dim, row < GROUP, out, lse, out_strides, lse_token, lse_head,
                 ROWS, DIM, LSE,
             )  # fmt: skip
         if first >= last:
@@ -116,21 +125,21 @@ def attend(
         live = (token < last) & (row < QT * GROUP)
         position = seq_len - (last - token).to(tl.int32)
         id_of = (first + entry // IDS_PADDED).to(tl.int64)
-        at_ids = block_ids + id_of * id_strides[0] + group * id_strides[1] + slot * id_strides[2]
+        at_ids = block_ids + id_of * id_token + group * id_head + slot * id_slot
         ids = tl.load(at_ids, mask=(id_of < last) & (slot < IDS), other=-1)
         reachable = (ids >= 0) & (ids.to(tl.int64) * BLOCK <= seq_len - (last - id_of))
         earlier = (ids[:, None] == ids[None, :]) & reachable[None, :] & (entry[None, :] < entry[:, None])
         keep = reachable & (tl.max(earlier.to(tl.int32), 1) == 0)
         column = tl.arange(0, IDS_PADDED)  # which rows selected a block
-        at_ids = block_ids + token[:, None] * id_strides[0] + group * id_strides[1] + column[None, :] * id_strides[2]
+        at_ids = block_ids + token[:, None] * id_token + group * id_head + column[None, :] * id_slot
         row_ids = tl.load(at_ids, mask=live[:, None] & (column < IDS)[None, :], other=-1)
     rank = tl.where(keep, tl.cumsum(keep.to(tl.int32), 0) - 1, -1)
     steps = tl.sum(keep.to(tl.int32), 0) * (BLOCK // KEYS)
     begin, end = split * steps // SPLITS, (split + 1) * steps // SPLITS
-    table = block_table + request.to(tl.int64) * table_strides[0]
+    table = block_table + request.to(tl.int64) * table_row
     pages = ids
     if PAGE >= BLOCK:
-        pages = tl.load(table + (ids * BLOCK // PAGE) * table_strides[1], mask=keep, other=0)
+        pages = tl.load(table + (ids * BLOCK // PAGE) * table_slot, mask=keep, other=0)
     at_q = q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
     queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), COMPUTE, 1)
     score_factor = q_factor * (scale * factor(k_scale, FORMAT))
@@ -141,20 +150,18 @@ def attend(
     k_next, v_next = 0, 0
     if PACKED:
         exists = begin < end
-        _, key, page = _locate(begin, exists, ids, pages, rank, table, table_strides[1], BLOCK, PAGE, KEYS)
+        _, key, page = _locate(begin, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
         there = (key <= newest) & (begin + key * 0 < end)
         k_next = load_scales(cache, keys, page, group, key % PAGE, there, DIM, FORMAT, False)
         v_next = load_scales(cache, values, page, group, key % PAGE, there, DIM, FORMAT, True)
     for step in range(begin, end):
-        block, key, page = _locate(step, True, ids, pages, rank, table, table_strides[1], BLOCK, PAGE, KEYS)
+        block, key, page = _locate(step, True, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
         there = key <= newest
         offset = key % PAGE
         k_scales, v_scales = k_next, v_next
         if PACKED:
             exists = step + 1 < end
-            _, later, page_after = _locate(
-                step + 1, exists, ids, pages, rank, table, table_strides[1], BLOCK, PAGE, KEYS
-            )
+            _, later, page_after = _locate(step + 1, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
             more = (later <= newest) & (step + 1 + later * 0 < end)
             k_next = load_scales(cache, keys, page_after, group, later % PAGE, more, DIM, FORMAT, False)
             v_next = load_scales(cache, values, page_after, group, later % PAGE, more, DIM, FORMAT, True)
@@ -168,5 +175,5 @@ def attend(
         top, total, acc = accumulate(scores, v_tile, top, total, acc, COMPUTE, PRECISION)
     finish(
         top, total, acc, factor(v_scale, FORMAT), token, head, dim, live, split, partial, partial_lse, out, lse,
-        tl.num_programs(1) * GROUP, out_strides, lse_strides, DIM, SPLITS, LSE,
+        tl.num_programs(1) * GROUP, out_strides, lse_token, lse_head, DIM, SPLITS, LSE,
     )  # fmt: skip

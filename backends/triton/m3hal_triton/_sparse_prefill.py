@@ -17,8 +17,14 @@ import triton.language as tl
 from m3hal_triton._decode import factor, load_keys, load_rows, load_scales, natural
 from m3hal_triton._softmax import LN_2, accumulate
 
+#: arguments whose values and addresses make no other kernel
+_NUMBERS = ["tokens", "requests", "slots", "piece", "max_items", "first_token", "id_token", "id_head", "id_slot"]
+_NUMBERS += ["table_row", "table_slot", "lse_token", "lse_head"]
+_ARRAYS = ["block_ids", "request_of", "position_of", "first_block", "seq_lens", "block_table", "counts", "starts"]
+_ARRAYS += ["items", "totals", "ranks", "order", "work", "partial_lse", "lse"]
 
-@triton.jit(do_not_specialize=["tokens", "slots", "piece"])
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def count(
     block_ids,
     request_of,
@@ -29,7 +35,9 @@ def count(
     tokens,
     slots,  # counters of one piece
     piece,  # tokens of one piece
-    id_strides,
+    id_token,
+    id_head,
+    id_slot,
     GROUPS: tl.constexpr,
     IDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -39,9 +47,7 @@ def count(
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     token, group, slot = entry // (GROUPS * IDS), entry // IDS % GROUPS, entry % IDS
     inside = token < tokens
-    block = tl.load(
-        block_ids + token * id_strides[0] + group * id_strides[1] + slot * id_strides[2], mask=inside, other=-1
-    )
+    block = tl.load(block_ids + token * id_token + group * id_head + slot * id_slot, mask=inside, other=-1)
     position = tl.load(position_of + token, mask=inside, other=-1)
     selects = (block >= 0) & (block.to(tl.int64) * BLOCK <= position)
     request = tl.load(request_of + token, mask=selects, other=0)
@@ -50,7 +56,7 @@ def count(
     tl.store(ranks + entry, tl.where(selects, rank, -1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["requests", "slots"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def offsets(
     counts,
     starts,
@@ -82,7 +88,7 @@ def offsets(
     tl.store(totals + piece, items_before)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "piece", "max_items"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def scatter(
     block_ids,
     request_of,
@@ -99,8 +105,11 @@ def scatter(
     slots,
     piece,
     max_items,
-    id_strides,
-    table_strides,
+    id_token,
+    id_head,
+    id_slot,
+    table_row,
+    table_slot,
     GROUPS: tl.constexpr,
     IDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -113,9 +122,7 @@ def scatter(
     token, group, slot = entry // (GROUPS * IDS), entry // IDS % GROUPS, entry % IDS
     rank = tl.load(ranks + entry, mask=token < tokens, other=-1)
     selects = rank >= 0
-    block = tl.load(
-        block_ids + token * id_strides[0] + group * id_strides[1] + slot * id_strides[2], mask=selects, other=0
-    )
+    block = tl.load(block_ids + token * id_token + group * id_head + slot * id_slot, mask=selects, other=0)
     request = tl.load(request_of + token, mask=selects, other=0)
     mine = token // piece
     home = mine * slots + (tl.load(first_block + request, mask=selects, other=0) + block) * GROUPS + group
@@ -128,7 +135,7 @@ def scatter(
     item = tl.load(items + home, mask=leads, other=0) + rank // CHUNK
     record = work + (mine * max_items + item) * 8
     page = tl.load(
-        block_table + request.to(tl.int64) * table_strides[0] + (block * BLOCK // PAGE) * table_strides[1],
+        block_table + request.to(tl.int64) * table_row + (block * BLOCK // PAGE) * table_slot,
         mask=leads,
         other=0,
     )
@@ -157,7 +164,7 @@ def _tiles(
     return k_tile, natural(v_tile, DIM, KEYS, FORMAT)
 
 
-@triton.jit(do_not_specialize=["first_token"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def attend_block(
     q,
     cache,
@@ -175,7 +182,8 @@ def attend_block(
     scale,  # includes log2(e)
     first_token,
     q_strides,
-    table_strides,
+    table_row,
+    table_slot,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -249,11 +257,11 @@ def attend_block(
             top = tl.full((ROWS,), -1e38, tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
             acc = tl.zeros((ROWS, DIM), tl.float32)
-            table = block_table + request.to(tl.int64) * table_strides[0]
+            table = block_table + request.to(tl.int64) * table_row
             for low in range(0, BLOCK, KEYS):
                 part = block * BLOCK + low + tl.arange(0, KEYS)
                 there = part < seq_len
-                pages = tl.load(table + (part // PAGE) * table_strides[1], mask=there, other=0).to(tl.int64)
+                pages = tl.load(table + (part // PAGE) * table_slot, mask=there, other=0).to(tl.int64)
                 some_keys, some_values = _tiles(
                     cache, keys, values, pages, group, part % PAGE, there, DIM, KEYS, FORMAT, COMPUTE, NATIVE
                 )
@@ -267,7 +275,7 @@ def attend_block(
         tl.store(partial_lse + out_row, top + tl.log2(total), mask=live)
 
 
-@triton.jit(do_not_specialize=["first_token"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def merge(
     partial,
     partial_lse,
@@ -276,7 +284,8 @@ def merge(
     lse,
     first_token,
     out_strides,
-    lse_strides,
+    lse_token,
+    lse_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -305,4 +314,4 @@ def merge(
     tl.store(at, result.to(out.dtype.element_ty))
     if LSE:
         natural = tl.where(empty, float("-inf"), (base + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
-        tl.store(lse + token * lse_strides[0] + head * lse_strides[1], natural)
+        tl.store(lse + token * lse_token + head * lse_head, natural)

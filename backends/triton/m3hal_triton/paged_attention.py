@@ -50,6 +50,10 @@ KEYS = 64
 MAX_SPLITS = 32
 MAX_SPLIT_PROGRAMS = 1024
 
+#: arguments of the kernel whose values and addresses make no other kernel
+_NUMBERS = ["tokens", "requests", "chunks", "table_row", "table_slot", "lse_token", "lse_head"]
+_ARRAYS = ["cu_q", "seq_lens", "block_table", "partial_lse", "lse"]
+
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -106,7 +110,7 @@ class _Run:
             q, _pages.memory(kv), _pages.keys(kv), _pages.values(kv), kv.k_scale, kv.v_scale,
             meta.cu_q, meta.seq_lens, meta.block_table, partials, partial_lse, output, lse,
             site.scale * LOG2_E, q.shape[0], requests, chunks,
-            q.stride(), meta.block_table.stride(), output.stride(), lse.stride(),
+            q.stride(), *meta.block_table.stride(), output.stride(), *lse.stride()[:2],
             GROUP=self._group,
             ROWS=padded,
             QT=tile,
@@ -127,14 +131,14 @@ class _Run:
         )  # fmt: skip
         if splits > 1:
             merge_splits[(q.shape[0], site.num_q_heads)](
-                partials, partial_lse, batch.request, output, lse, site.num_q_heads, output.stride(), lse.stride(),
+                partials, partial_lse, batch.request, output, lse, site.num_q_heads, output.stride(), *lse.stride()[:2],
                 DIM=site.head_dim, SPLITS=splits, LSE=site.return_lse, EARLY=early,
                 num_warps=max(1, splits // 16), **after(early),
             )  # fmt: skip
         return result
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "chunks"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def attend_dense(
     q,
     cache,
@@ -154,9 +158,11 @@ def attend_dense(
     requests,
     chunks,  # programs along the tokens of one request
     q_strides,
-    table_strides,
+    table_row,
+    table_slot,
     out_strides,
-    lse_strides,
+    lse_token,
+    lse_head,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     QT: tl.constexpr,
@@ -188,7 +194,7 @@ def attend_dense(
     if split == 0 and SPLITS == 1:
         loose = tl.load(cu_q + requests) + work
         clear_loose(
-            loose, tokens, tl.num_programs(2), head, dim, row < GROUP, out, lse, out_strides, lse_strides,
+            loose, tokens, tl.num_programs(2), head, dim, row < GROUP, out, lse, out_strides, lse_token, lse_head,
             ROWS, DIM, LSE,
         )  # fmt: skip
     if first >= last:
@@ -210,7 +216,7 @@ def attend_dense(
     begin = low + split * (high - low) // SPLITS
     end = low + (split + 1) * (high - low) // SPLITS
 
-    table = block_table + request.to(tl.int64) * table_strides[0]
+    table = block_table + request.to(tl.int64) * table_row
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM), tl.float32)
@@ -218,12 +224,12 @@ def attend_dense(
     if FORMAT == "nvfp4":
         key = begin * KEYS + tl.arange(0, KEYS)
         there = (key < seq_len) & (begin + key * 0 < end)
-        page = tl.load(table + begin * KEYS // PAGE * table_strides[1], mask=begin < end, other=0).to(tl.int64)
+        page = tl.load(table + begin * KEYS // PAGE * table_slot, mask=begin < end, other=0).to(tl.int64)
         k_next = load_scales(cache, keys, page, group, key % PAGE, there, DIM, FORMAT, False)
         v_next = load_scales(cache, values, page, group, key % PAGE, there, DIM, FORMAT, True)
     for step in range(begin, end):
         start = step * KEYS
-        page = tl.load(table + (start // PAGE) * table_strides[1]).to(tl.int64)
+        page = tl.load(table + (start // PAGE) * table_slot).to(tl.int64)
         offset = start % PAGE + tl.arange(0, KEYS)
         key = start + tl.arange(0, KEYS)
         written = key < seq_len
@@ -232,7 +238,7 @@ def attend_dense(
             later = key + KEYS
             there = (later < seq_len) & (step + 1 + later * 0 < end)
             page_after = tl.load(
-                table + (start + KEYS) // PAGE * table_strides[1], mask=step + 1 < end, other=0
+                table + (start + KEYS) // PAGE * table_slot, mask=step + 1 < end, other=0
             ).to(tl.int64)  # fmt: skip
             k_next = load_scales(cache, keys, page_after, group, later % PAGE, there, DIM, FORMAT, False)
             v_next = load_scales(cache, values, page_after, group, later % PAGE, there, DIM, FORMAT, True)
@@ -248,5 +254,5 @@ def attend_dense(
         top, total, acc = accumulate(scores, v_tile, top, total, acc, COMPUTE, PRECISION)
     finish(
         top, total, acc, factor(v_scale, FORMAT), token, head, dim, live, split, partial, partial_lse, out, lse,
-        tl.num_programs(1) * GROUP, out_strides, lse_strides, DIM, SPLITS, LSE,
+        tl.num_programs(1) * GROUP, out_strides, lse_token, lse_head, DIM, SPLITS, LSE,
     )  # fmt: skip

@@ -183,10 +183,10 @@ class _Run:
             requests,
             chunks,
             q.stride(),
-            block_ids.stride(),
-            meta.block_table.stride(),
+            *block_ids.stride(),
+            *meta.block_table.stride(),
             output.stride(),
-            lse.stride(),
+            *lse.stride()[:2],
             GROUP=self._group,
             ROWS=max(MIN_ROWS, triton.next_power_of_2(tile * self._group)),
             QT=tile,
@@ -209,7 +209,7 @@ class _Run:
         )
         if splits > 1:
             merge_splits[(tokens, site.num_q_heads)](
-                partials, partial_lse, batch.request, output, lse, site.num_q_heads, output.stride(), lse.stride(),
+                partials, partial_lse, batch.request, output, lse, site.num_q_heads, output.stride(), *lse.stride()[:2],
                 DIM=site.head_dim, SPLITS=splits, LSE=site.return_lse, EARLY=early, num_warps=1, **after(early),
             )  # fmt: skip
 
@@ -238,7 +238,7 @@ class _Run:
         sort.counts.zero_()
         prefill.count[grid](
             block_ids, request, position, batch.first_block, sort.counts, sort.ranks, n, sort.slots, piece,
-            block_ids.stride(), **statics, num_warps=4,
+            *block_ids.stride(), **statics, num_warps=4,
         )  # fmt: skip
         prefill.offsets[(sort.pieces,)](
             sort.counts, sort.starts, sort.items, sort.totals, batch.first_block, meta.seq_lens.shape[0], sort.slots,
@@ -247,7 +247,7 @@ class _Run:
         prefill.scatter[grid](
             block_ids, request, meta.seq_lens, batch.first_block, meta.block_table, sort.counts, sort.starts,
             sort.items, sort.ranks, sort.order, sort.work, n, sort.slots, piece, sort.max_items,
-            block_ids.stride(), meta.block_table.stride(), **statics, PAGE=site.page_size,
+            *block_ids.stride(), *meta.block_table.stride(), **statics, PAGE=site.page_size,
             CHUNK=PREFILL.chunk, num_warps=4,
         )  # fmt: skip
 
@@ -277,7 +277,7 @@ class _Run:
             site.scale * LOG2_E,
             first_token,
             q.stride(),
-            meta.block_table.stride(),
+            *meta.block_table.stride(),
             HEADS=site.num_q_heads,
             GROUP=group,
             GROUPS=site.num_kv_heads,
@@ -301,7 +301,7 @@ class _Run:
             lse,
             first_token,
             output.stride(),
-            lse.stride(),
+            *lse.stride()[:2],
             HEADS=site.num_q_heads,
             GROUP=group,
             GROUPS=site.num_kv_heads,

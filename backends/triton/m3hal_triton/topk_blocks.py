@@ -15,6 +15,8 @@ from m3hal_triton._launch import after
 
 #: scores that a warp ranks; a program is one row, and one warp needs no barrier
 SCORES_PER_WARP = 512
+#: that a program ranks at least, so that few widths make a kernel of their own
+MIN_SCORES = 64
 
 
 def topk_blocks(site: Site) -> partial[torch.Tensor]:
@@ -49,7 +51,7 @@ def launch_topk(
     tokens, heads, _ = out.shape
     if not out.numel():
         return
-    blocks = triton.next_power_of_2(max(scores.shape[-1], 1))
+    blocks = triton.next_power_of_2(max(scores.shape[-1], MIN_SCORES))
     _choose_row[(heads, tokens)](
         scores,
         visible,
@@ -69,7 +71,7 @@ def launch_topk(
     )
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["visible_of", "out"])
 def _choose_row(
     scores,
     visible_of,

@@ -25,17 +25,19 @@ def _name(dtype):
     return str(dtype).removeprefix("torch.")
 
 
+STORED = [("", "hnd"), ("", "nhd"), ("fp8_e4m3", "hnd"), ("nvfp4", "msa_slot"), ("nvfp4", "planar")]
+
+
 @DTYPES
 @LENGTHS
-@pytest.mark.parametrize("layout", ["hnd", "nhd"])
+@pytest.mark.parametrize(("format", "layout"), STORED, ids=["-".join(m) for m in STORED])
 @pytest.mark.parametrize("heads", [(64, 4), (16, 1)], ids=["TP1", "TP4"])
-def test_sparse_attention(dtype, lengths, layout, heads):
+def test_sparse_attention(dtype, lengths, format, layout, heads):
     """Out and lse within the bound of the definition in fp64."""
-    site = replace(
-        real_site("sparse_attention", _name(dtype)), num_q_heads=heads[0], num_kv_heads=heads[1], return_lse=True
-    )
+    site = real_site("sparse_attention", _name(dtype), format or None)
+    site = replace(site, num_q_heads=heads[0], num_kv_heads=heads[1], return_lse=True)
     batch = Batch(site, lengths, dtype, layout=layout, strided=True, extra_tokens=3)
-    q, kv = batch.queries(heads[0], 128), batch.cache(heads[1], 128, True)
+    q, kv = batch.queries(heads[0], 128), batch.cache(heads[1], 128, True, format=format)
     ids = batch.block_ids(heads[1])
     batch.erase_unselected(kv, ids)
     kernel = sparse_attention(site)
@@ -52,12 +54,13 @@ def test_sparse_attention(dtype, lengths, layout, heads):
 
 @DTYPES
 @LENGTHS
+@pytest.mark.parametrize("format", ["", "fp8_e4m3", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("heads", [4, 1], ids=["TP1", "TP4"])
-def test_scores_and_choice(dtype, lengths, heads):
+def test_scores_and_choice(dtype, lengths, format, heads):
     """Scores within the bound, choices equal to the definition's over the same scores."""
-    site = replace(real_site("sparse_attention", _name(dtype)), num_index_heads=heads)
+    site = replace(real_site("sparse_attention", _name(dtype), format or None), num_index_heads=heads)
     batch = Batch(site, lengths, dtype, layout="hnd", strided=True, extra_tokens=3)
-    index_q, cache = batch.queries(heads, 128), batch.cache(1, 128, False)
+    index_q, cache = batch.queries(heads, 128), batch.cache(1, 128, False, format=format)
     kernel = block_scores(site)
     scores = poisoned(batch.tokens, heads, -(-batch.meta.max_k // 128), dtype=torch.float32)
     kernel.run(index_q, cache, plan(kernel, batch.meta), out=scores)
@@ -77,13 +80,13 @@ def test_scores_and_choice(dtype, lengths, heads):
 @DTYPES
 @LENGTHS
 @pytest.mark.parametrize(("causal", "window"), [(True, -1), (False, 2047)], ids=["dense", "drafter"])
-def test_paged_attention(dtype, lengths, causal, window):
+@pytest.mark.parametrize("format", ["", "fp8_e4m3", "nvfp4"])
+def test_paged_attention(dtype, lengths, causal, window, format):
     """Dense layers, and the drafter's window, within the bound of the definition in fp64."""
-    site = replace(
-        real_site("dense_attention", _name(dtype)), causal=causal, window_left=window, return_lse=True, block_size=128
-    )
+    site = real_site("dense_attention", _name(dtype), format or None)
+    site = replace(site, causal=causal, window_left=window, return_lse=True, block_size=128)
     batch = Batch(site, lengths, dtype, layout="nhd", extra_tokens=3)
-    q, kv = batch.queries(64, 128), batch.cache(4, 128, True)
+    q, kv = batch.queries(64, 128), batch.cache(4, 128, True, format=format)
     kernel, op = paged_attention(site), load("paged_attention")
     out = poisoned(batch.tokens, 64, 128, dtype=dtype)
     lse = poisoned(batch.tokens, 64, dtype=torch.float32)
@@ -95,9 +98,10 @@ def test_paged_attention(dtype, lengths, causal, window):
     assert torch.allclose(lse[~dead].double(), exact_lse[~dead], atol=BOUND[dtype] / 10, rtol=0)
 
 
-def test_decode_graph_replayed_over_other_lengths():
+@pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3", "nvfp4"])
+def test_decode_graph_replayed_over_other_lengths(format):
     """Captured at the maximum, replayed with other lengths and tables: what an eager run gives, bit by bit."""
-    site = real_site("sparse_attention", "bfloat16")
+    site = real_site("sparse_attention", "bfloat16", format)
     lengths = [[(1, 4000)] * 6, [(1, 17), (1, 4000), (1, 128), (1, 0), (1, 2500), (1, 129)], [(1, 900)] * 6]
     batches = [Batch(site, some, torch.bfloat16, seed=3) for some in lengths]
     select, attend = select_blocks(site), sparse_attention(site)
@@ -107,7 +111,8 @@ def test_decode_graph_replayed_over_other_lengths():
     pages = max(b.pages for b in batches)
 
     def inputs(batch):
-        kv, keys = batch.cache(4, 128, True, strided=False), batch.cache(1, 128, False, strided=False)
+        kv = batch.cache(4, 128, True, strided=False, format=format)
+        keys = batch.cache(1, 128, False, strided=False, format=format)
         table = torch.nn.functional.pad(batch.meta.block_table, (0, blocks - batch.meta.block_table.shape[1]))
         fill = [torch.cat([c.buf, c.buf[:1].expand(pages - len(c.buf), *c.buf.shape[1:])]) for c in (kv, keys)]
         return (
@@ -146,17 +151,27 @@ def test_decode_graph_replayed_over_other_lengths():
         assert worst_row(out, exact) <= BOUND[torch.bfloat16]
 
 
-def test_a_cache_beyond_2_to_the_31_elements():
-    """64-bit offsets: the last pages of a cache of more than 2**31 elements."""
-    site = replace(real_site("sparse_attention", "bfloat16"), num_q_heads=16, num_kv_heads=1)
+@pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3", "nvfp4"])
+def test_a_cache_beyond_2_to_the_31_elements(format):
+    """64-bit offsets: the last pages of a cache of more than 2**31 elements, in attention and in the indexer."""
+    site = replace(real_site("sparse_attention", "bfloat16", format), num_q_heads=16, num_kv_heads=1)
     batch = Batch(site, [(1, 300), (20, 200)], torch.bfloat16)
-    q, small = batch.queries(16, 128), batch.cache(1, 128, True)
-    ids = batch.block_ids(1)
-    pages = 2**31 // small.buf[0].numel() + 64
-    buffer = torch.empty(pages, *small.buf.shape[1:], dtype=torch.bfloat16, device="cuda")
-    buffer[-batch.pages :] = small.buf
-    meta = replace(batch.meta, block_table=batch.meta.block_table + (pages - batch.pages))
-    kernel = sparse_attention(site)
-    far = kernel.run(q, replace(small, buf=buffer), ids, plan(kernel, meta), workspace=workspace(kernel))
-    near = kernel.run(q, small, ids, plan(kernel, batch.meta), workspace=workspace(kernel))
-    assert torch.equal(far, near)
+    q, ids = batch.queries(16, 128), batch.block_ids(1)
+    index_q = batch.queries(4, 128)
+    small, keys = batch.cache(1, 128, True, format=format), batch.cache(1, 128, False, format=format)
+    attend, score = sparse_attention(site), block_scores(site)
+    for lengths in ([(1, 300), (20, 200)], [(1, 300), (1, 200)]):
+        count = sum(n for n, _ in lengths)
+        cu_q = torch.tensor([0, 1, count], dtype=torch.int32, device="cuda")
+        for kernel, cache, given in ((attend, small, (q[:count], ids[:count])), (score, keys, (index_q[:count],))):
+            pages = 2**31 // cache.buf[0].numel() + 64
+            buffer = torch.empty(pages, *cache.buf.shape[1:], dtype=cache.buf.dtype, device="cuda")
+            buffer[-batch.pages :] = cache.buf
+            near_meta = replace(batch.meta, cu_q=cu_q, max_q=max(n for n, _ in lengths))
+            far_meta = replace(near_meta, block_table=batch.meta.block_table + (pages - batch.pages))
+            scratch = {"workspace": workspace(kernel)} if kernel.workspace_bytes else {}
+            results = [
+                kernel.run(given[0], held, *given[1:], plan(kernel, meta), **scratch)
+                for held, meta in ((cache, near_meta), (replace(cache, buf=buffer), far_meta))
+            ]
+            assert torch.equal(*results)
