@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from m3hal import ops
-from m3hal.dispatch import Verdict
+from m3hal.dispatch import M3halError, Verdict
 from m3hal.dispatch.discovery import discover
 from m3hal.dispatch.levels import digest, proved
 from m3hal.dispatch.screen import candidates
 from m3hal_conformance.case import make_site
 from m3hal_conformance.claim import make_claim
+from m3hal_conformance.coverage import cover
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import select
 from m3hal_conformance.vendor import Question
@@ -89,7 +90,10 @@ def contract_claim(backend: str, device: str, operators: Iterable[str]) -> dict[
     runner = DoubleRunner(backend, device)
     cases = select(operators=tuple(operators))
     results = runner.run(cases)
-    coverage: Mapping[str, Any] = {"notes": [], "probes": 0}
+    coverage, probes = cover(runner, cases, results)
+    failed = [probe.case for probe in probes if probe.status == "fail"]
+    if failed:
+        raise M3halError(f"{backend} declares what it does not do: {', '.join(failed)} failed.")
     body = {**make_claim(runner, cases, results, coverage), "executor": "double"}
     for row in body["results"]:
         row["seconds"] = 0.0  # so that the same files give the same claim

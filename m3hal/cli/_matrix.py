@@ -77,6 +77,16 @@ def _merged(found: Iterator[Offer]) -> list[Offer]:
     return [Offer(o.backend, o.operator, tuple(at), o.impl, o.level, o.reason) for o, at in sites.items()]
 
 
+def withheld(plan: Plan, operator: str) -> str:
+    """Why backends for this device do not offer an operator although their library has something like it."""
+    reasons = [
+        f"{found.name} withholds {operator}: {found.manifest.withheld[operator]}"
+        for found in plan.backends
+        if found.is_usable and found.manifest and operator in found.manifest.withheld
+    ]
+    return "\n".join(reasons)
+
+
 def matrix(plan: Plan, found: list[Offer], width: int | None = None) -> str:
     """A table of what would run, then per backend why not more."""
     if not found:

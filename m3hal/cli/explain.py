@@ -19,7 +19,7 @@ from typing import Any
 
 from m3hal import ops
 from m3hal._published import as_published
-from m3hal.cli._matrix import matrix, offers
+from m3hal.cli._matrix import matrix, offers, withheld
 from m3hal.cli._memory import ALIASES
 from m3hal.cli.output import emit
 from m3hal.dispatch import Plan, Policy, admission, devices, discovery, pin, plan
@@ -110,9 +110,8 @@ def _text(made: Plan, operator: str | None) -> str:
     """The explanation, which has no row for an operator that stays inside vLLM's own model."""
     if operator and made.in_tree and operator not in {choice.operator for choice in made.choices}:
         return f"{made.table()}\n\n{operator}: vLLM's own model serves it; m3hal dispatches nothing"
-    if operator:
-        return made.explain(operator)
-    return "\n\n".join(filter(None, [made.explain(), matrix(made, offers(made))]))
+    more = withheld(made, operator) if operator else matrix(made, offers(made))
+    return "\n\n".join(filter(None, [made.explain(operator), more]))
 
 
 def _data(made: Plan, operator: str | None) -> dict[str, Any]:

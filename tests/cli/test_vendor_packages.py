@@ -54,6 +54,7 @@ def test_why_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = shown(capsys, "explain", "block_scores", "--device", "cuda:sm_90", "--backend", "nvidia,reference")
     assert code == 0
     assert "block_scores at sparse_attention: reference" in text
+    assert "nvidia withholds block_scores: FlashInfer 0.7.4 has msa_proxy_score for sm_90" in text
 
 
 def test_asking_by_name_tells_what_is_withheld(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ of experts in a row with fewer numbers than ``top_k_experts``; slot ``j`` then n
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -47,16 +46,16 @@ def _route(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _finish(
-    weights: Any,
-    ids: Any,
-    tokens: Any,
-    scale: Any,
+def _finish(  # type: ignore[no-untyped-def]
+    weights,
+    ids,
+    tokens,
+    scale,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.arange(0, SLOTS)
     at = row[:, None] * K + slot[None, :]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,8 @@ from m3hal_conformance.doubles import DoubleRunner, ask, levels, verdicts
 from m3hal_conformance.vendor import Question, cases
 
 from m3hal.ops import load
+
+from .conftest import DOUBLE
 
 NORMS, ROUTER = "ops/rmsnorm.py", "ops/topk.py"
 OUTSIDE = ("dtype is 'float32'", "which it declares to need", "captures no graphs")
@@ -37,7 +43,7 @@ def test_router(runner: DoubleRunner, question: Question) -> None:
 
 @pytest.mark.parametrize("places", [[], [2], [0, 1], [3, 77], [0, 2, 100], [4, 5, 6], [0, 1, 2, 3], [9, 8, 7, 6, 5]])
 def test_rows_with_fewer_numbers_than_choices(runner: DoubleRunner, places: list[int]) -> None:
-    """aiter names an expert twice where NaN leaves it too few; what comes out is the definition's choice all the same."""
+    """Where NaN leaves it too few experts aiter names one twice; what comes out is the definition's choice."""
     site = ROUTING[0].case.site
     run = runner.plan("route_topk", site).bind("route_topk", "moe").run
     logits, bias = torch.full((2, 128), NAN), torch.linspace(-1, 1, 128)
@@ -59,6 +65,26 @@ def test_the_double_has_aiters_fault(runner: DoubleRunner) -> None:
     biased_grouped_topk_hip(logits, torch.zeros(8), weights, ids, 1, 1, False, 1.0)
     assert ids.tolist() == [[2, 1, 2, 3]]
     assert weights.isnan().tolist() == [[False, True, False, True]]
+
+
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+def test_routers_kernel_compiles(architecture: str, tmp_path: Path) -> None:
+    """Triton makes AMD machine code of it, without a GPU; the interpreter takes what its compiler refuses."""
+    code = f"""if True:
+        import sys; sys.path.insert(0, {str(DOUBLE)!r})
+        import triton
+        from m3hal_amd.routing import _finish
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        types = dict(weights="*fp32", ids="*i32", tokens="i32", scale="fp32")
+        constants = dict(K=4, SLOTS=4, RENORMALIZE=True, ROWS=16)
+        source = ASTSource(_finish, types | dict.fromkeys(constants, "constexpr"), constants)
+        made = triton.compile(source, target=GPUTarget("hip", {architecture!r}, 64))
+        assert "{architecture}" in made.asm["amdgcn"] and ".vgpr_spill_count: 0" in made.asm["amdgcn"]
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_every_implementation_is_proved_on_the_double() -> None:
