@@ -13,9 +13,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,24 @@ def _run(question: Question, name: str, overrides: Mapping[str, str], say: Say, 
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise M3halError(f"the engine ended with code {process.returncode}; its log is {log}, and ends\n{tail}")
     out = json.loads((folder / "out.json").read_text())
-    rows = [row for path in folder.glob("shadow-*.json") for row in json.loads(path.read_text())["rows"]]
-    return Run(tuple(out["tokens"]), tuple(out["logprobs"]), tuple(rows), out["prompt_tokens"])
+    reports = [json.loads(path.read_text())["rows"] for path in sorted(folder.glob("shadow-*.json"))]
+    return Run(tuple(out["tokens"]), tuple(out["logprobs"]), _joined(reports), out["prompt_tokens"])
+
+
+def _joined(reports: Iterable[Iterable[Mapping[str, Any]]]) -> tuple[Mapping[str, Any], ...]:
+    """The rows of all ranks, those of one operator and layer as one: the earlier mismatch, with all calls counted."""
+    joined: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in (row for rows in reports for row in rows):
+        key = (row["layer"], row["operator"])
+        known = joined.get(key)
+        if known is None:
+            joined[key] = dict(row)
+            continue
+        front = min(known, row, key=lambda each: inf if each["first"] is None else each["first"])
+        counts = {name: known[name] + row[name] for name in ("compared", "failed")}
+        worst = max(known, row, key=lambda each: float(each["worst"]))
+        joined[key] = {**worst, **{name: front[name] for name in ("first", "capture")}, **counts}
+    return tuple(joined.values())
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,15 @@ def save(folder: str | Path, name: str, operator: str, site: Site, inputs: Mappi
     return path
 
 
+#: the number after the last that this process took
+_NEXT: dict[tuple[Path, str], int] = {}
+
+
 def _reserved(folder: Path, name: str) -> Path:
     """The first number that is free, taken; several ranks may write into one folder."""
-    for number in count():
+    for number in count(_NEXT.get((folder, name), 0)):
         path = folder / f"{name}-{number:03}.pt"
+        _NEXT[folder, name] = number + 1
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             return path
@@ -115,6 +120,7 @@ def _again(inputs: Mapping[str, Any], rng: Rng, site: Site) -> dict[str, Any]:
     return dict(map_tensors(dict(inputs), on_cpu))
 
 
+@cache
 def _usual(operator: str, dtype: str) -> str:
     """Captured numbers have no class; they get that of most cases, and :class:`Trial` the rest."""
     entries = [(key.split("/"), entry["cases"]) for key, entry in calibration().items() if "+" not in key]
@@ -122,6 +128,7 @@ def _usual(operator: str, dtype: str) -> str:
     return max(found, default=(0.0, "plain"))[1]
 
 
+@cache
 def _format(operator: str, dtype: str) -> str:
     """Of the calibration: the dtype, unless the operator computes in fp32 whatever the dtype is."""
     known = {key.split("/")[2] for key in calibration() if key.split("/")[0] == operator}

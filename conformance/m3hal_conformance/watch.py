@@ -73,6 +73,30 @@ def ledger(folder: str) -> Ledger:
     return Ledger(Path(folder))
 
 
+@dataclass
+class Shelf:
+    """How much a capture folder holds. Other processes may write into it, so it is measured now and then."""
+
+    folder: Path
+    held: int = 0
+    asked: int = 0
+
+    def takes(self, size: int, limit: int) -> bool:
+        """Whether so many more bytes fit; then they count as held."""
+        if self.asked % 64 == 0:
+            self.held = sum(file.stat().st_size for file in self.folder.glob("*.pt"))
+        self.asked += 1
+        fits = self.held + size <= limit
+        self.held += size * fits
+        return fits
+
+
+@cache
+def shelf(folder: str) -> Shelf:
+    """This process's view of a capture folder."""
+    return Shelf(Path(folder))
+
+
 def _remembering(plan_batch: Callable[[Any, Tensor | None], Any]) -> Callable[[Any, Tensor | None], Any]:
     def planned(meta: ops.SeqMeta, storage: Tensor | None) -> Any:
         found = plan_batch(meta, storage)
@@ -138,8 +162,7 @@ class _Watcher:
     def _keep(self, taken: Taken) -> str:
         """Writes a capture unless the folder would grow beyond its cap; the path, or nothing."""
         folder = Path(self.watch.capture_dir)
-        there = sum(file.stat().st_size for file in folder.glob("*.pt"))
-        if there + size_of(taken.inputs) > self.watch.max_bytes:
+        if not shelf(self.watch.capture_dir).takes(size_of(taken.inputs), self.watch.max_bytes):
             if self.watch.max_bytes:
                 self._once(f"{folder} holds its {self.watch.max_bytes} bytes: no more calls of this size are recorded")
             return ""

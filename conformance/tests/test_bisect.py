@@ -139,3 +139,15 @@ def test_an_engine_that_ends_badly_is_a_sentence(question, monkeypatch):
     job = json.loads((Path(question.folder) / "shadow" / "job.json").read_text())
     assert job["config"]["mode"] == "shadow"
     assert job["config"]["sample_rate"] == 1
+
+
+def test_ranks_are_joined():
+    """One row per operator and layer: calls of both ranks, the earlier mismatch's file, the worse place."""
+    one = {**row("rms_norm", "1", first=7), "worst": 40.0, "sentence": "worse", "capture": "late.pt"}
+    other = {**row("rms_norm", "1", first=3), "worst": 9.0, "sentence": "better", "capture": "early.pt"}
+    (joined,) = bisect._joined([[one], [other]])
+    assert (joined["compared"], joined["failed"]) == (6, 4)
+    assert (joined["first"], joined["capture"]) == (3, "early.pt")
+    assert (joined["worst"], joined["sentence"]) == (40.0, "worse")
+    (joined,) = bisect._joined([[row("rms_norm", "1")], [other]])
+    assert (joined["first"], joined["failed"], joined["worst"]) == (3, 2, 9.0)

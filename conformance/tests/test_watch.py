@@ -25,6 +25,7 @@ from m3hal.dispatch.watch import Watch
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(shadow, "Finalize", lambda *_, **__: None)  # else every test would report when pytest ends
     watch.ledger.cache_clear()
+    watch.shelf.cache_clear()
     watch._tell.cache_clear()
     watch._unwatchable.cache_clear()
     return tmp_path / "captures"
@@ -104,6 +105,7 @@ def test_rate_and_cap(folder, caplog):
         bound.run(*case.inputs().values())
     assert len(list(folder.iterdir())) == 3
     size = sum(file.stat().st_size for file in folder.iterdir())
+    watch.shelf.cache_clear()  # another process finds what is there
     bound = bound_of(case, "record", folder, capture_bytes=size + 1)
     for _ in range(3):
         bound.run(*case.inputs().values())
