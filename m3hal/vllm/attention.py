@@ -48,6 +48,8 @@ class M3Attention(nn.Module):
         self.is_sparse = site.kind == "sparse_attention"
 
         self.qkv_proj, self.o_proj = _projections(site, vllm_config, prefix)
+        operators.serve(self.qkv_proj, f"{prefix}.qkv_proj")
+        operators.serve(self.o_proj, f"{prefix}.o_proj")
         self.q_norm, self.k_norm = HeadNorm(site.head_dim), HeadNorm(site.head_dim)
         self.norms = QKNorms(self.q_norm.weight, self.k_norm.weight)
         self.insert = operators.run("qk_norm_rope_insert", prefix)

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-from m3hal.vllm import plugin, registry
+from m3hal.vllm import metrics, plugin, quantization, registry, stored
 from m3hal.vllm.plugin import logger
 
 _previous: dict[str, type[Any]] = {}
@@ -77,6 +77,7 @@ def configure(vllm_config: Any, environ: Mapping[str, str]) -> None:
         logger.warning("vLLM's own model serves %s instead of m3hal's: %s.", architecture, plan.reason)
         _keep_stock(vllm_config.model_config)
         return
+    metrics.publish(plan, str(vllm_config.model_config.served_model_name))
     logger.info("m3hal serves %s, text only: images are refused.\n%s", architecture, plan.table())
     _take_over(vllm_config, plan)
 
@@ -111,6 +112,8 @@ def _take_over(vllm_config: Any, plan: Any) -> None:
     cache.block_size = model_config.hf_text_config.sparse_attention_config["sparse_block_size"]
     cache.user_specified_block_size = True  # so that no platform's default replaces it
     _keep_compilation_default(model_config.architecture)
+    if quantization.holds_stored(model_config):
+        model_config.quantization = stored.NAME  # vLLM asks the method of this name next
     _rename(model_config, plugin.OURS)
     model_config.multimodal_config = None  # text only: vLLM then refuses images itself
 

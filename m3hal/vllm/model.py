@@ -14,10 +14,12 @@ from vllm.model_executor.models.utils import make_layers, maybe_prefix
 
 from m3hal.ops.rope_partial import rope_table
 from m3hal.shape import SiteKind
+from m3hal.vllm import published
 from m3hal.vllm.attention import M3Attention
 from m3hal.vllm.moe import M3MLP, M3MoE
 from m3hal.vllm.operators import SiteOperators, operators_of
 from m3hal.vllm.planning import make_plan, policy_of
+from m3hal.vllm.quantization import schemes_of
 from m3hal.vllm.weights import load_checkpoint
 
 Operators = dict[SiteKind, SiteOperators]
@@ -121,6 +123,8 @@ class M3HalForCausalLM(nn.Module):
         self.model = M3Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        self._published = published.tensors(config, schemes_of(vllm_config.model_config))
+        self._has_weights = False
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self.model.embed_tokens(input_ids)
@@ -142,4 +146,7 @@ class M3HalForCausalLM(nn.Module):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        return load_checkpoint(self, weights)
+        """Also of updates while the engine lives, which may bring some of the tensors only."""
+        loaded = load_checkpoint(self, weights, self._published, partial=self._has_weights)
+        self._has_weights = True
+        return loaded

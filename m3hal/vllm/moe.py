@@ -12,22 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
-)
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import GateLinear
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from m3hal.formats import QTensor, spec_of
-from m3hal.ops import ExpertWeights
 from m3hal.vllm import opaque
-from m3hal.vllm.fp8_experts import BYTES, Pairs, device_profile, to_fp8
+from m3hal.vllm.experts import StoredExperts, share_of
 from m3hal.vllm.operators import SiteOperators
-from m3hal.vllm.quantization import expert_format
 
 
 class M3MLP(nn.Module):
@@ -51,6 +43,8 @@ class M3MLP(nn.Module):
         self.down_proj = RowParallelLinear(
             intermediate_size, hidden, **kinds, reduce_results=sum_over_ranks, prefix=f"{prefix}.down_proj"
         )
+        operators.serve(self.gate_up_proj, f"{prefix}.gate_up_proj")
+        operators.serve(self.down_proj, f"{prefix}.down_proj")
         self.activate = operators.run("swiglu_oai", prefix)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -60,17 +54,12 @@ class M3MLP(nn.Module):
 
 
 class M3MoE(nn.Module):
-    """Every rank holds a slice of every expert: rows of gate and up, columns of down.
-
-    format: how the routed experts are stored; None: in the model's dtype.
-    """
-
-    format: str | None = None
+    """Each rank holds a slice of every expert, or, with expert parallelism, every row of its own experts."""
 
     def __init__(self, operators: SiteOperators, vllm_config: Any, prefix: str) -> None:
         super().__init__()
         site, config = operators.site, vllm_config.model_config.hf_text_config
-        self.name, self.rows = f"{prefix}.experts", site.intermediate_size
+        self.name = f"{prefix}.experts"
         self.route, self.compute = operators.run("route_topk", prefix), operators.run("moe_experts", prefix)
 
         # The router decides between experts whose scores may be close: it is stored and computed in fp32.
@@ -81,17 +70,11 @@ class M3MoE(nn.Module):
             out_dtype=torch.float32,
             prefix=f"{prefix}.gate",
         )
-        self.e_score_correction_bias = _weight(site.num_experts, dtype=torch.float32)
-        self.format = expert_format(vllm_config.model_config)
-        self._pairs = Pairs()
-        dtype = None if self.format is None else torch.float8_e4m3fn
-        self.w13 = _weight(site.num_local_experts, 2 * self.rows, site.hidden_size, dtype=dtype)
-        self.w2 = _weight(site.num_local_experts, site.hidden_size, self.rows, dtype=dtype)
-        if self.format is not None:  # one scale per output channel
-            self.w13_scale = _weight(site.num_local_experts, 2 * self.rows, 1, dtype=torch.float32)
-            self.w2_scale = _weight(site.num_local_experts, site.hidden_size, 1, dtype=torch.float32)
-        self.experts: Any = self.stored()  # what moe_experts takes; packed after loading
-        self.quant_method = PackExperts(operators)  # vLLM calls it when all weights are loaded, also for dummy weights
+        self.e_score_correction_bias = nn.Parameter(
+            torch.empty(site.num_experts, dtype=torch.float32), requires_grad=False
+        )
+        share = share_of(site, vllm_config.parallel_config.enable_expert_parallel)
+        self.experts = StoredExperts(operators, share, self.name)
         self.shared_experts = None
         if config.n_shared_experts:
             self.shared_experts = M3MLP(
@@ -116,72 +99,16 @@ class M3MoE(nn.Module):
     def routed(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """This rank's part of the routed experts' output."""
         weights, ids = self.route(logits, self.e_score_correction_bias)
-        out: torch.Tensor = self.compute(hidden, weights, ids, self.experts)
+        out: torch.Tensor = self.compute(hidden, weights, self._local(ids), self.experts.packed)
         return out
 
-    def stored(self) -> ExpertWeights:
-        """The experts as the parameters hold them."""
-        if self.format is None:
-            return ExpertWeights(self.w13.data, self.w2.data)
-        spec = spec_of(self.format)
-        w13, w2 = self.w13.data.view(torch.uint8), self.w2.data.view(torch.uint8)
-        return ExpertWeights(
-            QTensor(w13, spec, self.w13_scale.data),
-            QTensor(w2, spec, self.w2_scale.data),
-        )
-
-    def leaves(self) -> tuple[str, ...]:
-        """What a checkpoint has of each matrix."""
-        return ("weight",) if self.format is None else ("weight", "weight_scale")
-
-    def load_expert(self, expert: int, name: str, leaf: str, tensor: torch.Tensor) -> None:
-        """Copies this rank's slice of one published matrix: w1 gate [I, H], w3 up [I, H], w2 down [H, I].
-
-        MXFP4 codes and scales (bytes) wait for each other and become FP8 first.
-        """
-        if self.format is None or tensor.dtype not in BYTES:
-            return self._copy(expert, name, leaf, tensor)
-        pair = self._pairs.add((expert, name), leaf == "weight_scale", tensor)
-        if pair is not None:
-            weight, scale = to_fp8(f"{self.name}.{expert}.{name}", *pair, device_profile())
-            self._copy(expert, name, "weight", weight)
-            self._copy(expert, name, "weight_scale", scale)
-
-    def _copy(self, expert: int, name: str, leaf: str, tensor: torch.Tensor) -> None:
-        first = get_tensor_model_parallel_rank() * self.rows
-        mine = slice(first, first + self.rows)
-        suffix = "_scale" if leaf == "weight_scale" else ""
-        if name == "w2":
-            target = getattr(self, "w2" + suffix).data[expert]
-            target.copy_(tensor if suffix else tensor[:, mine])
-        else:
-            gate, up = getattr(self, "w13" + suffix).data[expert].chunk(2)
-            (gate if name == "w1" else up).copy_(tensor[mine])
-
-
-class PackExperts(QuantizeMethodBase):
-    """vLLM's hook after loading: hands the experts to the implementation, which may pack them its own way."""
-
-    def __init__(self, operators: SiteOperators) -> None:
-        self._pack = operators.bound["moe_experts"].prepare_weights
-
-    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("M3MoE creates its own weights")
-
-    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError("M3MoE computes through the plan")
-
-    def process_weights_after_loading(self, layer: M3MoE) -> None:
-        if self._pack is not None:
-            layer.experts = self._pack(layer.stored())
-            for name in ("w13", "w2", "w13_scale", "w2_scale"):  # the packed form is all that stays
-                if hasattr(layer, name):
-                    delattr(layer, name)
-
-
-def _weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """An unset weight, in the model's dtype unless told otherwise."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+    def _local(self, ids: torch.Tensor) -> torch.Tensor:
+        """Experts by this rank's numbers, -1 for another's."""
+        share, total = self.experts.share, len(self.e_score_correction_bias)
+        if share.experts == total:
+            return ids
+        local = ids - share.first_expert
+        return torch.where((local >= 0) & (local < share.experts), local, -1).to(ids.dtype)
 
 
 def _moe(hidden: torch.Tensor, logits: torch.Tensor, layer: str) -> torch.Tensor:

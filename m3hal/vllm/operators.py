@@ -10,6 +10,7 @@ import torch
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from m3hal.vllm import opaque
+from m3hal.vllm.stored import StoredLinear
 
 if TYPE_CHECKING:
     from m3hal.dispatch import Bound, Plan
@@ -31,7 +32,8 @@ class SiteOperators:
         self.site: Site = plan.site(kind)
         self.layout = plan.layouts.get(kind, "")  # the page map of the site's caches, where their formats have it
         self._plan = plan
-        self.bound: dict[str, Bound] = {name: plan.bind(name, kind) for name in CALLED[kind]}
+        own_linear = ("linear",) if not plan.choice("linear", kind).engine else ()
+        self.bound: dict[str, Bound] = {name: plan.bind(name, kind) for name in (*CALLED[kind], *own_linear)}
         size = max(bound.workspace_bytes for bound in self.bound.values())
         self._workspace = torch.empty(size, dtype=torch.uint8)  # on the device that vLLM builds the model on
         self._run: dict[int, Callable[..., Any]] = {}
@@ -45,6 +47,11 @@ class SiteOperators:
         if id(bound) not in self._run:
             self._run[id(bound)] = self._callable(bound)
         return self._run[id(bound)]
+
+    def serve(self, projection: torch.nn.Module, layer: str) -> None:
+        """Gives a projection that m3hal holds the plan's ``linear``; vLLM's own compute themselves."""
+        if isinstance(projection.quant_method, StoredLinear):
+            projection.quant_method.run = self.run("linear", layer)
 
     def _callable(self, bound: Bound) -> Callable[..., Any]:
         run = bound.run if bound.unwatched is None else _while_serving(bound.run, bound.unwatched)

@@ -8,7 +8,7 @@ from typing import Any
 
 from m3hal.dispatch import VLLM_HOLDS, M3halError, Plan, Policy, devices, plan
 from m3hal.shape import ModelShape
-from m3hal.vllm.quantization import expert_format
+from m3hal.vllm.quantization import computes_projections, expert_format
 from m3hal.vllm.support import dtype_name, index_format, kv_format
 
 #: page maps that lie in the memory that vLLM's layout LBHNC gives a cache, preferred first
@@ -29,12 +29,15 @@ def make_plan(vllm_config: Any, policy: Policy) -> Plan:
     In a worker the policy carries the fingerprint that the front end wrote into ``additional_config``; a different
     plan here raises M3halError naming both.
     """
-    return plan(shape_of(vllm_config), device_of(), policy, engine=VLLM_HOLDS, cache_layouts=LAYOUTS)
+    engine = dict(VLLM_HOLDS)
+    if computes_projections(vllm_config.model_config):
+        del engine["linear"]
+    return plan(shape_of(vllm_config), device_of(), policy, engine=engine, cache_layouts=LAYOUTS)
 
 
 def shape_of(vllm_config: Any) -> ModelShape:
     """The model on one rank."""
-    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    model, scheduler, parallel = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.parallel_config
     text = model.hf_text_config
     return ModelShape.from_config(
         vars(text),
@@ -46,7 +49,8 @@ def shape_of(vllm_config: Any) -> ModelShape:
         max_tokens=scheduler.max_num_batched_tokens,
         max_seqs=scheduler.max_num_seqs,
         max_context=model.max_model_len,
-        tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
+        tensor_parallel=parallel.tensor_parallel_size,
+        expert_parallel=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
     )
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.platforms import current_platform
+
+from m3hal.vllm import published, schemes, stored
+from m3hal.vllm.schemes import Schemes
 
 #: what ``--quantization`` takes to convert an MXFP4 checkpoint's experts to FP8 while it is loaded
 NAME = "m3hal_fp8"
-_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
-_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 
 
 class M3halFp8Config(QuantizationConfig):
@@ -62,30 +64,45 @@ def register() -> None:
     """Idempotent."""
     if NAME not in QUANTIZATION_METHODS:
         register_quantization_config(NAME)(M3halFp8Config)
+    if stored.NAME not in QUANTIZATION_METHODS:
+        register_quantization_config(stored.NAME)(stored.StoredConfig)
+
+
+def schemes_of(model_config: Any) -> Schemes:
+    """How the checkpoint stores its matrices. Raises ValueError for a quantisation that m3hal does not serve."""
+    if model_config.quantization is None:
+        return Schemes()
+    return schemes.schemes(model_config.model_arch_config.quantization_config)
 
 
 def expert_format(model_config: Any) -> str | None:
-    """The storage format of the routed experts by m3hal's name; None when they are in the model's dtype.
+    """The format in which the routed experts are held, by m3hal's name; None when they are in the model's dtype.
 
-    Raises ValueError, one sentence, for a quantisation that m3hal's model does not serve.
+    Raises ValueError, one sentence, for a quantisation that m3hal's model does not serve, and where layers differ.
     """
-    method = model_config.quantization
-    if method is None:
-        return None
-    found = _as_dict(model_config.model_arch_config.quantization_config)
-    if method == NAME:
-        return "fp8_e4m3"
-    groups = [_as_dict(group) for group in found.get("config_groups", {}).values()]
-    fits = len(groups) == 1 and groups[0].get("targets") == ["Linear"]
-    for kind, wanted in (("weights", _CHANNEL), ("input_activations", _TOKEN)):
-        fits = fits and wanted.items() <= _as_dict(groups[0].get(kind)).items()
-    if method != "compressed-tensors" or not fits:
-        raise ValueError(
-            f"m3hal serves the FP8 experts that `m3hal convert` writes, and an MXFP4 checkpoint with --quantization "
-            f"{NAME}; it does not serve quantisation {method!r}"
-        )
-    return "fp8_e4m3_240" if "fp8_dtype_flavor" in found else "fp8_e4m3"
+    found = schemes_of(model_config)
+    formats = {matrix.module: found.of(matrix.module) for matrix in published.matrices(model_config.hf_text_config)}
+    experts = {module: format for module, format in formats.items() if ".experts." in module}
+    if len(set(experts.values())) > 1:
+        found.of_all(experts)
+    held = next(iter(experts.values()), "") or None
+    if model_config.quantization != NAME:
+        return held
+    if held != "mxfp4":
+        raise ValueError(f"--quantization {NAME} takes an MXFP4 checkpoint of AMD Quark's; these experts are {held}")
+    return "fp8_e4m3_240" if current_platform.device_type == "hpu" else "fp8_e4m3"
 
 
-def _as_dict(values: Any) -> dict[str, Any]:
-    return values if isinstance(values, dict) else dict(getattr(values, "__dict__", {}) or {})
+def holds_stored(model_config: Any) -> bool:
+    """Whether m3hal's own methods take the checkpoint's layers: all but FP8 with a scale per channel."""
+    found = schemes_of(model_config) if model_config.quantization != NAME else Schemes()
+    return bool({found.default, *found.listed.values()} & set(stored.FORMATS_HELD))
+
+
+def computes_projections(model_config: Any) -> bool:
+    """Whether the plan's ``linear`` computes at least one projection."""
+    if not holds_stored(model_config) or stored.vllm_computes():
+        return False
+    found = schemes_of(model_config)
+    modules = (matrix.module for matrix in published.matrices(model_config.hf_text_config) if matrix.expert is None)
+    return any(found.of(module) for module in modules)

@@ -77,7 +77,6 @@ def _features(vllm_config: Any) -> Iterator[str]:
     asked = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "data parallelism (--data-parallel-size)": parallel.data_parallel_size > 1,
-        "expert parallelism (--enable-expert-parallel)": parallel.enable_expert_parallel,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "micro-batching (--enable-dbo)": parallel.enable_dbo,
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,

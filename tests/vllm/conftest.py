@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # for vllm_sources
+
 ENGINES = Path(__file__).parent / "engines"
 #: From less than a page to 12 of them. 32 more tokens make the second, third and fourth outgrow their pages.
 PROMPT_LENGTHS = (7, 120, 250, 760, 1500)

@@ -1,4 +1,4 @@
-"""Engine features that reach the layers: two ranks, and several tokens of a request verified at once."""
+"""Engine features that reach the layers: two ranks, compilation, several tokens of a request verified at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,29 @@ pytestmark = pytest.mark.engine
 def test_two_ranks_equal_transformers(engine: Any, checkpoint: Any, prompts: Any, oracle: Any, difference: Any) -> None:
     """Each rank holds half of the heads, of every expert and of the caches; both made the front end's plan."""
     found = engine("two_ranks", checkpoint=checkpoint, prompts=prompts)
+    assert found["experts"] == [[8, 2 * 64, 256]] * 2
     assert difference(found["completions"], oracle) == ""
+
+
+def test_expert_parallel_equals_transformers(
+    engine: Any, checkpoint: Any, prompts: Any, oracle: Any, difference: Any
+) -> None:
+    """Each rank holds half of the experts, whole, and half of the heads and of the shared expert."""
+    found = engine("two_ranks", checkpoint=checkpoint, prompts=prompts, expert_parallel=True)
+    assert found["experts"] == [[4, 2 * 128, 256]] * 2
+    assert difference(found["completions"], oracle) == ""
+
+
+@pytest.mark.slow
+def test_compiled_equals_transformers(engine: Any, checkpoint: Any, prompts: Any, oracle: Any, difference: Any) -> None:
+    """torch.compile traces the whole model into graphs without a break, and changes no token."""
+    compiling = {"TORCHDYNAMO_DISABLE": "0", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
+    found = engine("compiled", env=compiling, checkpoint=checkpoint, prompts=prompts)
+    assert found["mode"] == "DYNAMO_TRACE_ONCE"
+    assert found["graphs"] > 0
+    assert found["breaks"] == {}
+    for completions in found["rounds"]:
+        assert difference(completions, oracle) == ""
 
 
 def test_speculation_equals_transformers(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from typing import Any
 
 import pytest
+
+import m3hal
+from m3hal.dispatch.names import LEVELS
 
 pytestmark = pytest.mark.engine
 
@@ -54,6 +58,21 @@ def test_plan_is_logged_once_and_written_back(plain: Any) -> None:
     assert plain["architecture"] == "M3HalForCausalLM"
     for operator in ("qk_norm_rope_insert", "moe_experts", "embedding"):
         assert f" {operator} " in plain["log"]
+
+
+def test_metrics_say_what_serves(plain: Any) -> None:
+    """/metrics carries version and fingerprint, and for each operator its implementation and verification level."""
+    lines = [line for line in plain["metrics"].splitlines() if line.startswith("m3hal_")]
+    (plan,) = [line for line in lines if line.startswith("m3hal_plan_info")]
+    assert f'version="{m3hal.__version__}"' in plan
+    assert f'fingerprint="{plain["additional_config"]["m3hal"]["fingerprint"]}"' in plan
+    rows = [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines if line.startswith("m3hal_operator_info")]
+    served = {(row["operator"], row["site"]): row for row in rows}
+    experts = served["moe_experts", "moe"]
+    assert (experts["served_by"], len(experts["impl_id"])) == ("reference", 16)
+    assert {row["level"] for row in rows if not row["served_by"].startswith("engine")} <= set(LEVELS)
+    assert served["linear", ""]["served_by"] == "engine: vllm"
+    assert "select_blocks" in {operator for operator, _ in served}
 
 
 def test_image_is_refused_in_one_sentence(plain: Any, checkpoint: Any) -> None:

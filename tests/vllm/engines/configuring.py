@@ -17,10 +17,8 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 import m3hal
 from m3hal.vllm import plugin, registry
-from m3hal.vllm.moe import M3MoE
 from m3hal.vllm.planning import make_plan, policy_of
 from m3hal.vllm.support import refusals
-from m3hal.vllm.weights import load_checkpoint
 
 TEXT, VISION = plugin.PUBLISHED
 ABSENT = m3hal.Manifest(
@@ -83,7 +81,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     ask.found["speculation"] = {"error": next(refusals(config))}
     refused(ask)
     left_alone(ask)
-    ask.found["loading"] = loading()
     ask.found["register again"] = registered_again()
     return ask.found
 
@@ -97,7 +94,6 @@ def refused(ask: Asker) -> None:
     ask("kv format", kv_cache_dtype="fp8_e5m2")
     ask("dtype", dtype="float16")
     ask("pipeline parallelism", pipeline_parallel_size=2)
-    ask("expert parallelism", tensor_parallel_size=2, enable_expert_parallel=True)
     ask("lora", enable_lora=True)
     ask("attention backend", attention_backend="CPU_ATTN")
     ask("skipped layers", kv_cache_dtype_skip_layers=["0"])
@@ -149,37 +145,6 @@ def entry(architecture: str, new: Any) -> Iterator[None]:
         yield
     finally:
         ModelRegistry.models[architecture] = old
-
-
-def loading() -> dict[str, Any]:
-    """A model of one embedding and one expert layer, and checkpoints that fit it more or less."""
-    model = torch.nn.Module()
-    model.embed = torch.nn.Embedding(2, 3)
-    model.moe = M3MoE.__new__(M3MoE)
-    torch.nn.Module.__init__(model.moe)
-    model.moe.w13, model.moe.w2 = torch.nn.Parameter(torch.zeros(1, 4, 3)), torch.nn.Parameter(torch.zeros(1, 3, 2))
-    model.moe.rows = 2
-    whole = {
-        "language_model.embed.weight": torch.ones(2, 3),
-        "vision_tower.vision_model.pre_layrnorm.weight": torch.ones(1),
-        "language_model.mtp.0.weight": torch.ones(1),
-        "language_model.moe.experts.0.w1.weight": torch.full((2, 3), 1.0),
-        "language_model.moe.experts.0.w3.weight": torch.full((2, 3), 3.0),
-        "language_model.moe.experts.0.w2.weight": torch.full((3, 2), 2.0),
-    }
-    found: dict[str, Any] = {}
-    with mock.patch("m3hal.vllm.moe.get_tensor_model_parallel_rank", return_value=0):
-        found["loaded"] = sorted(load_checkpoint(model, whole.items()))
-        found["w13"], found["w2"] = model.moe.w13[0, :, 0].tolist(), model.moe.w2[0, 0].tolist()
-        for case, weights in (
-            ("unknown", {**whole, "language_model.mystery.weight": torch.ones(1)}),
-            ("missing", {name: weight for name, weight in whole.items() if ".w3." not in name}),
-        ):
-            try:
-                load_checkpoint(model, weights.items())
-            except ValueError as error:
-                found[case] = str(error)
-    return found
 
 
 def registered_again() -> dict[str, Any]:

@@ -25,7 +25,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "additional_config": config.additional_config,
         "seconds_between_tokens": intervals(llm, prompts[-1][:256], 128),
         "image": refusal_of_an_image(llm),
+        "metrics": metrics(),
     }
+
+
+def metrics() -> str:
+    """What the server's /metrics answers in this process."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+
+    app = FastAPI()
+    attach_router(app)
+    return TestClient(app).get("/metrics").text
 
 
 def refusal_of_an_image(llm: Any) -> str:

@@ -10,7 +10,7 @@ from _engine import complete, main, start
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     settings = job.get("settings", {})
-    llm = start(job["checkpoint"], dtype="bfloat16", **settings)
+    llm = start(job["checkpoint"], **{"dtype": "bfloat16", **settings})
     model = llm.llm_engine.vllm_config.model_config
     one_rank = settings.get("tensor_parallel_size", 1) == 1
     return {

@@ -5,6 +5,7 @@ The numbers are rounded where transformers puts them into its cache, by code tha
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,19 +16,21 @@ import ml_dtypes
 import numpy as np
 import torch
 from _engine import main
+from decoding import decode, format_oracle
 
 from m3hal.checkpoint import oracle
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "formats"))
-import format_oracle
 
 Round = Callable[[torch.Tensor], torch.Tensor]
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """scales: of keys and of values, by layer; absent: 1. ``exact`` is the first token with nothing rounded."""
-    model = oracle.load(job["checkpoint"])
-    scales = job.get("scales", {})
+    """A quantised checkpoint is decoded first. ``exact`` is the first token with no key or value rounded."""
+    checkpoint, scales = Path(job["checkpoint"]), {}
+    if "quantization_config" in json.loads((checkpoint / "config.json").read_text()):
+        decoded = Path(sys.argv[2]).parent / "decoded"
+        scales = decode(checkpoint, decoded)
+        checkpoint = decoded
+    model = oracle.load(checkpoint)
 
     def complete(prompt: list[int], kv: str, index: str, tokens: int) -> dict[str, Any]:
         return asdict(oracle.greedy(model, prompt, tokens, rounding_cache(model, kv, index, scales)))
