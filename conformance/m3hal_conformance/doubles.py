@@ -77,6 +77,12 @@ def ask(runner: Runner, question: Question, *outside: str) -> None:
     assert result.status == "pass" or any(reason in result.reason for reason in outside), result.reason
 
 
+def failures(backend: str, device: str, *ids: str) -> list[str]:
+    """The cases among ``ids`` that fail, within :func:`standing_in`: what a wrong double must give."""
+    runner = DoubleRunner(backend, device)
+    return [result.case for result in runner.run(select(ids=ids)) if result.status == "fail"]
+
+
 def levels(backend: str, device: str) -> dict[str, str]:
     """``operator: implementation`` -> how far the claims that a backend ships prove it on a device."""
     found = next(found for found in discover() if found.name == backend)

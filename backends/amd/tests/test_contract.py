@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from m3hal_conformance.doubles import DoubleRunner, ask, levels, verdicts
+from m3hal_conformance.doubles import DoubleRunner, ask, failures, levels, verdicts
 from m3hal_conformance.vendor import Question, cases
 
 from m3hal.ops import load
@@ -117,6 +117,26 @@ def test_a_difference_is_a_verdict(
     assert (verdict.stage, verdict.accepted) == ("library", False)
     assert told in verdict.reason
     assert "install another version of the library or a newer m3hal-amd" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("case", "file", "old", "new"),
+    [
+        ("rms_norm/tokens_7/bfloat16", NORMS, "1.0 if gemma else 0.0", "0.0"),
+        ("rms_norm/plain_weight/bfloat16", NORMS, "1.0 if gemma else 0.0", "1.0"),
+        ("add_rms_norm/cancelling/bfloat16", NORMS, "input.float() + residual_in.float()", "residual_in.float()"),
+        ("add_rms_norm/tokens_7/bfloat16", NORMS, "residual_out.copy_(total)", "residual_out.copy_(input)"),
+        ("route_topk/bias_far_above/float32", ROUTER, "score.gather(1, expert[:, None])[:, 0]",
+         "(best - correction_bias[expert])"),
+        ("route_topk/bias_decides/float32", ROUTER, "left = score + correction_bias", "left = score.clone()"),
+    ],
+)  # fmt: skip
+def test_a_library_that_computes_something_else_is_caught(
+    edited: Callable[[str, str, str], None], case: str, file: str, old: str, new: str
+) -> None:
+    """The contract tests can fail: other numbers behind the same signature, older aiters' weights among them."""
+    edited(file, old, new)
+    assert failures("amd", "hip:gfx950", case) == [case]
 
 
 @pytest.mark.parametrize("operator", ["rms_norm", "add_rms_norm"])

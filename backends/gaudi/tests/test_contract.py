@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from m3hal_conformance.doubles import DoubleRunner, ask, levels, verdicts
+from m3hal_conformance.doubles import DoubleRunner, ask, failures, levels, verdicts
 from m3hal_conformance.vendor import Question, cases
 
 NORM = "torch/hpex/normalization/FusedRMSNorm.py"
@@ -46,6 +46,25 @@ def test_a_difference_is_a_verdict(
     assert (verdict.stage, verdict.accepted) == ("library", False)
     assert told in verdict.reason
     assert "install another version of the library or a newer m3hal-gaudi" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("case", "file", "old", "new"),
+    [
+        ("rms_norm/tokens_7/bfloat16", NORM, "(normed * gamma.float())", "(normed * (gamma.float() + 1))"),
+        ("rms_norm/large_eps/float32", NORM, "+ eps)", "+ 1e-6)"),
+        ("add_rms_norm/tokens_7/float32", NORM, "wide = data_in.float()", "wide = data_in.bfloat16().float()"),
+        ("rope_partial/pairs_apart/float32", ROTARY, "first, second = p.chunk(2, dim=-1)",
+         "first, second = p[..., ::2], p[..., 1::2]"),
+        ("rope_partial/page_boundary/bfloat16", ROTARY, "torch.cat([-second, first]", "torch.cat([second, -first]"),
+    ],
+)  # fmt: skip
+def test_a_library_that_computes_something_else_is_caught(
+    edited: Callable[[str, str, str], None], case: str, file: str, old: str, new: str
+) -> None:
+    """The contract tests can fail: other numbers behind the same signature."""
+    edited(file, old, new)
+    assert failures("gaudi", "hpu:gaudi2", case) == [case]
 
 
 @pytest.mark.parametrize("device", ["hpu:gaudi2", "hpu:gaudi3"])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from m3hal_conformance.doubles import DoubleRunner, ask, levels, verdicts
+from m3hal_conformance.doubles import DoubleRunner, ask, failures, levels, verdicts
 from m3hal_conformance.vendor import Question, cases
 
 from m3hal.ops import load
@@ -79,6 +79,30 @@ def test_a_difference_is_a_verdict(
     assert told in reason
     assert "install another version of the library or a newer m3hal-nvidia" in reason
     assert not any(verdict.accepted for verdict in found)
+
+
+@pytest.mark.parametrize(
+    ("case", "file", "old", "new"),
+    [
+        ("rms_norm/tokens_7/bfloat16", NORMS, "(weight.float() + offset)", "weight.float()"),
+        ("rms_norm/large_eps/bfloat16", NORMS, "+ eps)", "+ 1e-6)"),
+        ("rms_norm/heads_in_fused_row/bfloat16", NORMS, "return out.copy_(_normalized(x.float()",
+         "return out.copy_(_normalized(x.as_strided(x.shape, out.stride()).float()"),
+        ("add_rms_norm/cancelling/bfloat16", NORMS, "input.float() + residual.float()", "input.float()"),
+        ("add_rms_norm/tokens_7/bfloat16", NORMS, "    residual.copy_(total)\n", ""),
+        ("topk_blocks/around_k/float32", SELECT, "torch.sort(-scores", "torch.sort(scores"),
+        ("topk_blocks/around_k/float32", SELECT, "value=valid).sort(-1)", "value=valid).sort(-1, descending=True)"),
+        ("topk_blocks/all_equal/float32", SELECT, "torch.sort(-scores, dim=-1, stable=True).indices",
+         "torch.sort(scores, dim=-1, stable=True).indices.flip(-1)"),
+        ("topk_blocks/around_k/float32", SELECT, "max_score.permute(2, 0, 1)", "max_score.view(tokens, heads, tiles)"),
+    ],
+)  # fmt: skip
+def test_a_library_that_computes_something_else_is_caught(
+    edited: Callable[[str, str, str], None], case: str, file: str, old: str, new: str
+) -> None:
+    """The contract tests can fail: other numbers, another order or another layout behind the same signature."""
+    edited(file, old, new)
+    assert failures("nvidia", "cuda:sm_100", case) == [case]
 
 
 def test_an_optional_addition_is_none(edited: Callable[[str, str, str], None]) -> None:
