@@ -267,7 +267,7 @@ def _moe() -> list[Case]:
         *q("hot_expert", _moe_inputs(17, _hot), also=("permuted_rows", "permuted_experts", "packed_once",
            "updated_weights"), quick=True,
            bugs=("F31", "F05")),
-        *q("every_expert", _moe_inputs(16, _in_turn), quick=True, also=("permuted_rows",), bugs=("F31",)),
+        *q("every_expert", _moe_inputs(16, _in_turn), quick=True, also=("permuted_rows", "updated_weights"), bugs=("F31",)),
         *q("few_resident", _moe_inputs(33, _spread), also=("expert_slices", "row_alone"), bugs=("F29", "F31", "F43"),
            quick=True),
         *q("all_on_one", _moe_inputs(64, _all_on_one), bugs=("F31",), quick=True),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m3hal import formats
 from m3hal.layouts import PagedCache
 from m3hal.layouts.stored import stored
 from m3hal.ops import ExpertWeights
@@ -23,7 +24,7 @@ from m3hal_conformance.suite._paged import Lengths, kv_layout
 from m3hal_conformance.suite._paged import empty as empty_cache
 from m3hal_conformance.suite.attention import _few
 from m3hal_conformance.suite.attention import _inputs as attention
-from m3hal_conformance.suite.experts import _hot, _logits, _moe_inputs, _spread
+from m3hal_conformance.suite.experts import _hot, _in_turn, _logits, _moe_inputs, _spread
 from m3hal_conformance.suite.indexer import _needles as needles
 from m3hal_conformance.suite.insert import _inputs as insert
 from m3hal_conformance.suite.kv_cache import _copy, _read, _write
@@ -104,7 +105,7 @@ def _rows() -> list[Case]:
     return [
         *cases,
         *ask("linear", "tokens_4096", product, checks=LARGEST, bugs=("F68",), **norm),
-        *ask("linear", "wide_range", few, quick=True, also=("unbiased", *ROWS), **norm),
+        *ask("linear", "wide_range", few, quick=True, also=("unbiased", *ROWS), input_class="far", **norm),
         *ask("linear", "called_often", _drawn(x=(3, 96), weight=(40, 96)), **OFTEN, **norm),
         *ask("rope_partial", "tokens_4096", _rotated(MAX_TOKENS), checks=LARGEST, bugs=("F68",), **norm),
         *ask("rope_partial", "other_theta", _rotated(9, 1e4), bugs=("F04",), quick=True, also=("unbiased", *ROWS),
@@ -115,6 +116,10 @@ def _rows() -> list[Case]:
         *ask("swiglu_oai", "wide_range", _edited(_drawn(gate_up=(14, 64)), gate_up=_far_apart), kind="moe", quick=True,
              also=("unbiased", *ROWS)),
         *ask("swiglu_oai", "called_often", _drawn(gate_up=(3, 64)), kind="moe", **OFTEN),
+        *[case for format in ("mxfp8", "mxfp4", "nvfp4") for case in ask(
+            "dequantize", f"from_{format}_three_axes",
+            lambda r, s: {"q": formats.quantize(r.normal(2, 3, 96), formats.spec_of(s.activation_format))},
+            kind="dense_mlp", activation_format=format, bugs=("F61", "F70"))],
         *ask("quantize", "tokens_4096", lambda r, s: {"x": r.normal(MAX_TOKENS, 64)}, kind="dense_mlp", checks=LIGHT,
              dtypes=("float32",), activation_format="bfloat16", bugs=("F68",)),
     ]  # fmt: skip
@@ -340,6 +345,17 @@ def _large_tokens(rng: Rng, site: Site) -> Inputs:
     return {**inputs, "x": inputs["x"] * 2.0**20, "experts": weights}
 
 
+def _cancelling(rng: Rng, site: Site) -> Inputs:
+    """The second and the last choice of each token undo each other; what is left is a sixteenth of either."""
+    inputs = _moe_inputs(9, _hot)(rng, site)
+    w13, w2 = inputs["experts"].w13, inputs["experts"].w2
+    w13[5], w2[5], w2[2], w2[6] = w13[3], -w2[3], w2[2] / 16, w2[6] / 16
+    ids = torch.tensor([[2, 3, 6, 5], [6, 5, 2, 3]]).repeat(5, 1)[:9].int()
+    weights = rng.uniform(0.5, 1, 9, 4)
+    weights[:, 3] = weights[:, 1]
+    return {**inputs, "weights": weights, "ids": ids}
+
+
 def _experts() -> list[Case]:
     small: dict[str, Any] = {"kind": "moe", "hidden_size": 64, "intermediate_size": 32}
     own: dict[str, Any] = {"kind": "moe", "hidden_size": 256, "intermediate_size": 96, "num_local_experts": 8}
@@ -349,9 +365,11 @@ def _experts() -> list[Case]:
         *ask("moe_experts", "experts_128", _experts_128, bugs=("F43", "F31"), num_local_experts=128, quick=True,
              also=("permuted_experts", "planned_once"), **small),
         *ask("moe_experts", "nan_nowhere", _nan_nowhere, bugs=("F28", "F29"), quick=True, also=ROWS, **own),
-        *ask("moe_experts", "planned_once", _moe_inputs(9, _hot), also=("planned_once", "unbiased"), bugs=("F34",),
-             quick=True, **own),
-        *ask("moe_experts", "wide_range", _large_tokens, quick=True, also=ROWS, **own),
+        *ask("moe_experts", "planned_once", _moe_inputs(8, _in_turn), also=("planned_once", "unbiased", "updated_weights"),
+             bugs=("F34",), quick=True, **own),
+        *ask("moe_experts", "wide_range", _large_tokens, quick=True, also=ROWS, input_class="far", **own),
+        *ask("moe_experts", "cancelling", _cancelling, quick=True, also=ROWS, bugs=("F73",),
+             input_class="cancelling", **own),
         *ask("moe_experts", "called_often", _moe_inputs(3, _hot, 64, 32), **OFTEN,
              num_local_experts=8, **small),
         *ask("route_topk", "tokens_4096", _logits(MAX_TOKENS), kind="moe", dtypes=ONE, checks=LIGHT,

@@ -140,11 +140,12 @@ def _swiglu() -> list[Case]:
         *q("odd_width", _gated(5, 37)),
         *q("strided", lambda r, s: {"gate_up": in_wide_row(_gated(9, 96)(r, s)["gate_up"])}, bugs=("F65",), quick=True),
         *q("every_other_row", lambda r, s: {"gate_up": every_other(_gated(9, 96)(r, s)["gate_up"], 0)}, bugs=("F65",)),
-        *q("three_axes", lambda r, s: {"gate_up": _gated(6, 96)(r, s)["gate_up"].view(2, 3, 192)}, quick=True),
+        *q("three_axes", lambda r, s: {"gate_up": _gated(6, 96)(r, s)["gate_up"].view(2, 3, 192)}, quick=True,
+           also=ROWS),
         *q("one_token", _gated(1, 384), bugs=("F32",)),
         *q("no_token", _gated(0, 384), bugs=("F30",), quick=True),
         *q("rows_alone", _gated(130, 96), checks=("oracle", "row_alone")),
-        *q("other_constants", _gated(5, 96), alpha=0.5, beta=0.0, limit=3.0, bugs=("F04",), quick=True),
+        *q("other_constants", _gated(5, 96), alpha=0.5, beta=0.0, limit=3.0, bugs=("F04",), quick=True, also=ROWS),
         *q("alpha_1702_here", _gated(5, 96), alpha=1.702, beta=0.0, limit=1e9, bugs=("F04", "F06")),
     ]
 

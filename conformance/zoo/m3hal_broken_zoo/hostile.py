@@ -653,3 +653,92 @@ def moe_experts_zero_times_padded(site, right):
         return torch.where((ids < 0).all(-1, keepdim=True), x[:, :1] * 0, y)
 
     return run
+
+
+# --- narrow on the inside
+
+
+@mutant("route_topk", "bias_far_above:oracle", "F38")
+def route_topk_bf16_bias(site, right):
+    """The bias is kept in bf16."""
+    return lambda logits, bias: right(logits, bias.bfloat16().float())
+
+
+@mutant("swiglu_oai", "expert:oracle", "F73", formats=BF16)
+def swiglu_oai_bf16_sigmoid(site, right):
+    """The sigmoid is rounded to bf16 before the product."""
+
+    def run(x):
+        gate, up = x.float().chunk(2, -1)
+        gate, up = gate.clamp(max=site.limit), up.clamp(-site.limit, site.limit)
+        return (gate * torch.sigmoid(site.alpha * gate).bfloat16().float() * (up + site.beta)).to(x.dtype)
+
+    return _only_bf16(lambda right: run)(site, right)
+
+
+@mutant("select_blocks", "long:oracle", "F73")
+def select_blocks_bf16_scores(site, right):
+    """Scores are kept in bf16."""
+
+    def run(q, cache, meta):
+        scores = at(site, "block_scores")(q, cache, meta).bfloat16().float()
+        visible_blocks = (meta.positions(len(q)) // site.block_size + 1).int()
+        return at(site, "topk_blocks")(scores, visible_blocks)
+
+    return run
+
+
+@mutant("moe_experts", "cancelling:oracle", "F73", formats=BF16)
+def moe_experts_combines_in_bf16(site, right):
+    """Experts' outputs are weighted and added up in bf16, and this is not declared."""
+
+    def run(x, weights, ids, experts):
+        total = torch.zeros_like(x)
+        for slot in range(ids.shape[1]):
+            total += right(x, weights[:, slot : slot + 1], ids[:, slot : slot + 1], experts)
+        return total
+
+    return _only_bf16(lambda right: run)(site, right)
+
+
+@mutant("moe_experts", "planned_once:updated_weights", "F46", raw=True)
+def moe_experts_update_misses_the_last(site, right):
+    """An update that reaches the last expert leaves it as it was."""
+
+    def pack(experts):
+        return [experts.w13.clone(), experts.w2.clone()] if isinstance(experts.w13, Tensor) else experts
+
+    def update(packed, first, experts):
+        count = min(len(experts.w13), len(packed[0]) - 1 - first)
+        packed[0][first : first + count] = experts.w13[:count]
+        packed[1][first : first + count] = experts.w2[:count]
+
+    def run(x, weights, ids, packed, out=None):
+        made = right(x, weights, ids, ExpertWeights(*packed) if isinstance(packed, list) else packed)
+        return made if out is None else out.copy_(made)
+
+    return Kernel(run, prepare_weights=pack, update_weights=update)
+
+
+@mutant("paged_attention", "decode:oracle", "F73", formats=BF16)
+def paged_attention_bf16_accumulation(site, right):
+    """Probabilities times values are added up in bf16, page by page."""
+
+    def run(q, kv, meta):
+        parts, lses = [], []
+        for page in range(-(-meta.max_k // site.page_size)):
+
+            def one(s, ids, key, position, page=page):
+                return visible(s, ids, key, position) & (key // s.page_size == page)
+
+            out, lse = attend(replace(site, return_lse=True), q.float(), kv, None, meta, Faults(seen=one))
+            parts.append(out)
+            lses.append(lse)
+        whole = torch.logsumexp(torch.stack(lses), 0) if lses else None
+        total = torch.zeros_like(q)
+        for out, lse in zip(parts, lses, strict=True):
+            share = torch.where(lse == -INF, 0.0, torch.exp(lse - whole))
+            total += (out * share[..., None]).to(q.dtype)
+        return with_first(right(q, kv, meta), total)
+
+    return _only_bf16(lambda right: run)(site, right)
