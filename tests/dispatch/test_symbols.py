@@ -6,12 +6,13 @@ import itertools
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from m3hal.dispatch import Impl, Symbol, plan, symbols
-from m3hal.dispatch.check import problem_of_impl
+from m3hal.dispatch import Impl, Manifest, Symbol, plan, symbols
+from m3hal.dispatch.check import problem_of, problem_of_impl, unknown_operators
 from m3hal.dispatch.policy import Policy
 from m3hal.ops import load
 
@@ -165,3 +166,11 @@ def test_an_implementation_may_be_for_some_devices(toy: Callable[..., object], s
 def test_misspelt_entries_are_faults(wrong: dict[str, object], told: str) -> None:
     """What can't be devices or symbols is found without running anything."""
     assert told in str(problem_of_impl(Impl("a:b", **wrong), load("rms_norm")))  # type: ignore[arg-type]
+
+
+def test_what_is_withheld_has_an_operator_and_a_reason() -> None:
+    """A reason that is no text can't be registered; one for something that is no operator is a fault of the manifest."""
+    manifest = Manifest("acme", "toy", ">=1,<2", ("*",), {}, withheld={"moe_experts": "it has no adapter yet"})
+    assert problem_of(manifest) is None
+    assert "its withheld must map" in str(problem_of(replace(manifest, withheld={"rms_norm": 3})))  # type: ignore[dict-item]
+    assert next(unknown_operators(replace(manifest, withheld={"rms_nrom": "why"})))[0]

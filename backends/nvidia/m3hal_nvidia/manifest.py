@@ -71,8 +71,9 @@ MANIFEST = Manifest(
     withheld={
         "block_scores": "FlashInfer 0.7.4 has msa_proxy_score for sm_90 and sm_12x only; on sm_90 it takes an fp8 "
         "index cache for prefill, and its maximum drops NaN keys, which must make a block's score NaN",
-        "select_blocks": "on sm_90 FlashInfer's msa_topk_select forces blocks by scores of 1e14 and 1e16 and takes a "
-        "score below -1e30 for an absent block; on sm_100 there is no msa_proxy_score to go before it",
+        "select_blocks": "on sm_90 FlashInfer's msa_topk_select leaves ties open, and one of its kernels forces blocks "
+        "by scores of 1e14 and 1e16 and takes a score below -1e30 for an absent block; on sm_100 there is no "
+        "msa_proxy_score to go before it",
         "sparse_attention": "FlashInfer's msa_sparse_attention and msa_sparse_decode_attention have no adapter yet",
         "paged_attention": "FlashInfer's batch wrappers plan on the host and have no adapter yet",
         "moe_experts": "FlashInfer's fused MoE has no adapter yet",
