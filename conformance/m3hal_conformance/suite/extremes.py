@@ -212,7 +212,7 @@ def _stored_caches() -> list[Case]:
     two: dict[str, Any] = {"tensor_parallel": 2, "quick": True}
     return [
         *_in_maps("kv_write", "exact_ties", _ties_of_the_format, MAIN, bugs=("F56", "F73"), **two),
-        *_in_maps("kv_read", "all_codes", _all_codes, MAIN, bugs=("F56",), **two),
+        *_in_maps("kv_read", "all_codes", _all_codes, MAIN, bugs=("F56",), also=("permuted_rows",), **two),
     ]
 
 
@@ -365,8 +365,8 @@ def _experts() -> list[Case]:
         *ask("moe_experts", "experts_128", _experts_128, bugs=("F43", "F31"), num_local_experts=128, quick=True,
              also=("permuted_experts", "planned_once"), **small),
         *ask("moe_experts", "nan_nowhere", _nan_nowhere, bugs=("F28", "F29"), quick=True, also=ROWS, **own),
-        *ask("moe_experts", "planned_once", _moe_inputs(8, _in_turn), also=("planned_once", "unbiased", "updated_weights"),
-             bugs=("F34",), quick=True, **own),
+        *ask("moe_experts", "planned_once", _moe_inputs(8, _in_turn), bugs=("F34",), quick=True,
+             also=("planned_once", "unbiased", "updated_weights"), **own),
         *ask("moe_experts", "wide_range", _large_tokens, quick=True, also=ROWS, input_class="far", **own),
         *ask("moe_experts", "cancelling", _cancelling, quick=True, also=ROWS, bugs=("F73",),
              input_class="cancelling", **own),
