@@ -241,7 +241,7 @@ def _syncs_are_errors() -> Iterator[None]:
 def graph_replay(trial: Trial) -> None:
     """Captured in a graph, replayed after its inputs were overwritten, it gives what a fresh call gives."""
     _needs_graphs(trial)
-    other = {**trial.case.inputs(trial.seed + 1), **_weights(trial)}
+    other = {**trial.other, **_weights(trial)}
     carved = trial.carved(trial.inputs)
     trial.harness.run(carved)
     planned = trial.harness.arguments(carved)

@@ -189,25 +189,31 @@ def packed_once(trial: Trial) -> None:
 
 @check
 def updated_weights(trial: Trial) -> list[Score] | None:
-    """Experts replaced inside the packed weights, in place, give what packing them anew gives; others stay."""
+    """Experts replaced inside the packed weights, in place, give what packing them anew gives; others stay.
+
+    Two in the middle, then the last one alone, then the first three.
+    """
     bound, inputs = trial.bound, trial.inputs
     if bound.prepare_weights is None or bound.update_weights is None:
         return None
-    first, count = 2, 2
-    fresh = _on(trial.case.inputs(trial.seed + 1)["experts"], trial.device)
+    fresh = _on(trial.other["experts"], trial.device)
     packed = bound.prepare_weights(_on(inputs["experts"], trial.device))
-    part = map_tensors(fresh, lambda tensor: tensor[first : first + count].clone())
-    bound.update_weights(packed, first, part)
     mixed = map_tensors(inputs["experts"], Tensor.clone)
-    for (_, target), (_, source) in zip(tensors(mixed), tensors(part), strict=True):
-        target[first : first + count] = source.cpu()
-    oracle = oracles.exact(trial.operator, trial.case.site, {**inputs, "experts": mixed})
     arguments = [*_on({n: v for n, v in inputs.items() if n != "experts"}, trial.device).values(), packed]
     options = {}
     if bound.workspace_bytes:
         options["workspace"] = torch.zeros(bound.workspace_bytes, dtype=torch.uint8, device=trial.device)
-    out = bound.run(*arguments, **options)
-    return replace_exact(trial, oracle).require({"out": out.cpu()}, "after two experts were updated in place")
+    scores: list[Score] = []
+    for first, count in ((2, 2), (len(mixed.w13) - 1, 1), (0, 3)):
+        part = map_tensors(fresh, lambda tensor, rows=slice(first, first + count): tensor[rows].clone())
+        bound.update_weights(packed, first, part)
+        for (_, target), (_, source) in zip(tensors(mixed), tensors(part), strict=True):
+            target[first : first + count] = source.cpu()
+        oracle = oracles.exact(trial.operator, trial.case.site, {**inputs, "experts": mixed})
+        out = bound.run(*arguments, **options)
+        what = f"after experts {first} to {first + count - 1} were updated in place"
+        scores += replace_exact(trial, oracle).require({"out": out.cpu()}, what)
+    return scores
 
 
 @check

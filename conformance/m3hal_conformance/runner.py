@@ -74,6 +74,7 @@ class Runner:
     threads: int = 1
     #: impl_ids that some case found right only thanks to a declared freedom
     needed_freedom: set[str] = field(default_factory=set, repr=False)
+    _plans: dict[tuple[str, Site, tuple[str, ...]], Plan] = field(default_factory=dict, repr=False)
     _offers: dict[tuple[str, Site, str], Offer | Unsupported] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -166,6 +167,12 @@ class Runner:
         return found
 
     def _plan(self, operator: str, site: Site, layouts: tuple[str, ...]) -> Plan:
+        key = (operator, site, layouts)
+        if key not in self._plans:
+            self._plans[key] = self._planned(*key)
+        return self._plans[key]
+
+    def _planned(self, operator: str, site: Site, layouts: tuple[str, ...]) -> Plan:
         policy = Policy.resolve({"backend": self.backend}, environ={})
         return plan(
             shape_of(site),
@@ -189,7 +196,7 @@ class Runner:
             reasons = [str(verdict.reason) for verdict in choice.verdicts if not verdict.accepted]
             raise Unsupported("; ".join(dict.fromkeys(reasons)) or self._absent(made, operator))
         try:
-            bound = made.bind(operator, site.kind)
+            bound = replace(made, _bound={}).bind(operator, site.kind)  # the factory is called each time
         except M3halError as error:  # what a factory raises or returns, as a sentence
             raise Faulty("bind", " ".join(str(error).split())) from error
         kind = made.layouts.get(site.kind, "") if ops.load(operator).group == "cache" else ""
