@@ -25,12 +25,22 @@ class MissingFileError(Exception):
     """A path in a manifest leads to no file."""
 
 
-def impl_id(operator: str, impl: Impl) -> str:
-    """16 hexadecimal digits. Raises MissingFileError, with the end of a sentence, when a named file isn't there."""
+def impl_id(operator: str, impl: Impl, seen: dict[tuple[str, str], str] | None = None) -> str:
+    """16 hexadecimal digits. Raises MissingFileError, with the end of a sentence, when a named file isn't there.
+
+    seen: hashes that implementations of one backend share, filled here; to be dropped when files may have changed.
+    """
+    seen = {} if seen is None else seen
     modules = {path.partition(":")[0] for path in (impl.path, impl.predicate) if path}
     package = impl.path.partition(":")[0].partition(".")[0]
-    content = {module: module_hash(module) for module in sorted(modules)}
-    content |= {pattern: _files_hash(package, pattern) for pattern in impl.files}
+    for module in sorted(modules):
+        if (module, "") not in seen:
+            seen[module, ""] = module_hash(module)
+    for pattern in impl.files:
+        if (package, pattern) not in seen:
+            seen[package, pattern] = _files_hash(package, pattern)
+    content = {module: seen[module, ""] for module in sorted(modules)}
+    content |= {pattern: seen[package, pattern] for pattern in impl.files}
     return digest({"operator": operator, "declared": _plain(impl), "content": content})
 
 

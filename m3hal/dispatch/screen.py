@@ -117,6 +117,7 @@ def candidates(
     """
     assert found.manifest is not None
     good: list[Candidate] = []
+    seen: dict[tuple[str, str], str] = {}
     bad = [
         Verdict("manifest", False, problem, found.name, found.distribution, nearest(name, ops.NAMES) or name)
         for name, problem in unknown_operators(found.manifest)
@@ -128,7 +129,7 @@ def candidates(
             bad.append(Verdict("manifest", False, reason, found.name, found.distribution, name))
             continue
         for impl in impls:
-            made = _candidate(found, operator, impl, levels)
+            made = _candidate(found, operator, impl, levels, seen)
             if isinstance(made, Candidate):
                 good.append(made)
             else:
@@ -137,13 +138,15 @@ def candidates(
     return good, bad
 
 
-def _candidate(found: Found, operator: ops.Operator, impl: Impl, levels: Mapping[str, str]) -> Candidate | str:
+def _candidate(
+    found: Found, operator: ops.Operator, impl: Impl, levels: Mapping[str, str], seen: dict[tuple[str, str], str]
+) -> Candidate | str:
     """The implementation, or what its entry in the manifest got wrong."""
     problem = problem_of_impl(impl, operator)
     if problem:
         return problem
     try:
-        identity = impl_id(operator.name, impl)
+        identity = impl_id(operator.name, impl, seen)
     except MissingFileError as error:
         return str(error)
     level = levels.get(identity, LEVELS[0])

@@ -169,7 +169,7 @@ def test_misspelt_entries_are_faults(wrong: dict[str, object], told: str) -> Non
 
 
 def test_what_is_withheld_has_an_operator_and_a_reason() -> None:
-    """A reason that is no text can't be registered; one for something that is no operator is a fault of the manifest."""
+    """A reason that is no text can't be registered; one for what is no operator is a fault of the manifest."""
     manifest = Manifest("acme", "toy", ">=1,<2", ("*",), {}, withheld={"moe_experts": "it has no adapter yet"})
     assert problem_of(manifest) is None
     assert "its withheld must map" in str(problem_of(replace(manifest, withheld={"rms_norm": 3})))  # type: ignore[dict-item]
