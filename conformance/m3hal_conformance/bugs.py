@@ -1,8 +1,8 @@
 """Public bugs of MiniMax-M3 and its relatives, and where this project keeps each from happening again.
 
 where: ``case``: cases of this suite carry its id, and the broken zoo has it as a backend. ``format``: the same, for
-quantised storage. ``dispatch``, ``loading``: tests of the interface layer and of the vLLM plugin. ``contract``: the
-interface has no room for it.
+quantised storage. ``dispatch``, ``loading``: tests of the interface layer and of the vLLM plugin, by name in
+:data:`TESTS`. ``contract``: the interface has no room for it, for the reason in :data:`NO_ROOM`.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _ROWS: tuple[tuple[str, Where, str, str], ...] = (
     ("F43", "case", "global expert ids where local ones belong", "vllm-project/vllm-gaudi/pull/1796"),
     ("F45", "loading", "a rank reads every expert", "vllm-project/vllm/issues/48827"),
     ("F46", "loading", "the range of a rank's experts is swapped", "vllm-project/vllm/pull/28715"),
-    ("F47", "loading", "a fused projection is copied whole into one shard", "vllm-project/vllm/pull/45794"),
+    ("F47", "contract", "a fused projection is copied whole into one shard", "vllm-project/vllm/pull/45794"),
     ("F49", "loading", "a layer's scheme is not found and the global one taken", "sgl-project/sglang/issues/31827"),
     ("F50", "loading", "scales of fused experts are skipped", "vllm-project/vllm/issues/49638"),
-    ("F51", "loading", "another layout of the checkpoint", "Blaizzy/mlx-vlm/pull/1374"),
+    ("F51", "contract", "another layout of the checkpoint", "Blaizzy/mlx-vlm/pull/1374"),
     ("F52", "format", "scale bytes are used as numbers", "jundot/omlx/pull/2159"),
     ("F55", "format", "nibbles in the other order", "kekzl/imp/pull/567"),
     ("F56", "case", "the sign of zero, and numbers at the edge of a format", "vllm-project/vllm/pull/45567"),
@@ -77,7 +77,7 @@ _ROWS: tuple[tuple[str, Where, str, str], ...] = (
     ("F63", "case", "an offset does not fit 32 bits", "vllm-project/vllm/pull/47671"),
     ("F64", "case", "a strided cache is taken for contiguous", "ROCm/aiter/pull/4531"),
     ("F65", "case", "slices of a fused projection are taken for contiguous", "NVIDIA/TensorRT-LLM/pull/17093"),
-    ("F66", "dispatch", "the wrong device or stream", "flashinfer-ai/flashinfer/issues/452"),
+    ("F66", "contract", "the wrong device or stream", "flashinfer-ai/flashinfer/issues/452"),
     ("F67", "case", "heads per rank, and which kv head they read", "SemiAnalysisAI/InferenceX/pull/2671"),
     ("F68", "case", "a variant chosen by the number of tokens is wrong", "vllm-project/vllm/issues/51049"),
     ("F69", "case", "the result changes from run to run", "deepseek-ai/DeepGEMM/issues/392"),
@@ -103,3 +103,32 @@ _ROWS: tuple[tuple[str, Where, str, str], ...] = (
 )  # fmt: skip
 
 BUGS: dict[str, Bug] = {name: Bug(name, what, where, _GH + path) for name, where, what, path in _ROWS}
+
+#: id -> the test in this project's repository that reproduces it
+TESTS: dict[str, str] = {
+    "F45": "tests/checkpoint/test_vllm_loading.py::test_a_rank_reads_its_own_experts_only",
+    "F46": "tests/vllm/test_fp8_experts.py::test_two_ranks",
+    "F49": "tests/checkpoint/test_vllm_loading.py::test_nothing_else_is_quantised",
+    "F50": "tests/vllm/test_quantised_checkpoints.py::test_a_wrong_tensor_is_named",
+    "F76": "tests/dispatch/test_hostile_distributions.py::test_failing_manifests_are_verdicts",
+    "F77": "tests/dispatch/test_hostile_distributions.py::test_nonsense_in_a_manifest_costs_what_says_it",
+    "F79": "tests/dispatch/test_distributions.py::test_named_backend_must_cover_everything",
+    "F80": "tests/dispatch/test_planner.py::test_refusal_tells_every_backends_reason",
+    "F81": "tests/dispatch/test_planner.py::test_limits_are_held_against_the_declared_maximum",
+    "F82": "tests/vllm/test_operators_are_called.py::test_lying_operator_changes_the_tokens",
+    "F83": "tests/vllm/test_configuration.py::test_registering_is_idempotent_and_never_raises",
+    "F87": "tests/dispatch/test_distributions.py::test_stale_caches_and_homes_do_not_matter",
+    "F88": "tests/dispatch/test_policy.py::test_slips_are_errors_that_name_carrier_and_remedy",
+    "F89": "tests/vllm/test_serving.py::test_plan_is_logged_once_and_written_back",
+    "F90": "tests/dispatch/test_planner.py::test_cache_group_shares_a_layout_that_one_operator_forces",
+}
+
+#: id -> why nothing here can go wrong that way
+NO_ROOM: dict[str, str] = {
+    "F06": "an operator's name is its definition: swiglu_oai takes every constant and is nothing else",
+    "F37": "the shared expert is no operator: moe_experts gets weights with the routed scale in them, and nothing else",
+    "F42": "experts have no biases; a backend whose library wants some passes zeros, which its cases then see",
+    "F47": "projections are vLLM's: m3hal fuses none of a checkpoint's, and vLLM's loader decides what is quantised",
+    "F51": "one layout of a checkpoint is read; a tensor that has no place, or is lacking, is an error that names it",
+    "F66": "a plan is made for one device, and a bound callable is the vendor's own: m3hal launches nothing itself",
+}

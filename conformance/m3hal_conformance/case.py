@@ -64,7 +64,8 @@ class Case:
     definition's order, on the CPU. checks: names in :mod:`m3hal_conformance.checks`. input_class: inputs of one class
     share a bound. layout: of caches. bugs: cases of :mod:`m3hal_conformance.bugs` that this one reproduces. golden:
     output name -> numbers that were computed elsewhere. quick: part of ``--quick``. lazy: inputs too large to copy;
-    they are passed as they are, without guard bands. is_captured: recorded where a model ran, so that no calibrated
+    they are passed as they are, without guard bands. sizes: the name in :mod:`m3hal_conformance.sizes` of the smallest
+    device that is asked. is_captured: recorded where a model ran, so that no calibrated
     class of inputs need fit it.
     """
 
@@ -79,7 +80,7 @@ class Case:
     golden: Callable[[Inputs], Mapping[str, Tensor]] | None = None
     quick: bool = False
     lazy: tuple[str, ...] = ()
-    raises: bool = False
+    sizes: str = "cpu"
     is_captured: bool = False
 
     @property
@@ -126,5 +127,5 @@ def dtype_of(site: Site) -> torch.dtype:
 
 def case_set_hash(cases: Sequence[Case]) -> str:
     """16 hexadecimal digits over what the cases ask: ids, sites, checks, layouts."""
-    text = "\n".join(f"{c.id} {c.site} {c.checks} {c.layout} {c.input_class}" for c in cases)
+    text = "\n".join(f"{c.id} {c.site} {c.checks} {c.layout} {c.input_class} {c.sizes}" for c in cases)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

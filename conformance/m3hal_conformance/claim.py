@@ -59,6 +59,7 @@ def make_claim(
             "case_set": case_set_hash(cases),
             "cases": len(cases),
             "whole": len(cases) == len(all_cases()),
+            "sizes": str(runner.sizes),
         },
         "seed": runner.seed,
         "executor": "in-process",

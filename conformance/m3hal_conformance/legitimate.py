@@ -18,8 +18,11 @@ from m3hal import formats
 from m3hal.formats import QTensor
 from m3hal.layouts import PagedCache
 from m3hal.ops import ExpertWeights, QKNorms, SeqMeta
+from m3hal.ops._stored import rounded
+from m3hal.ops._traits import as_queries
 from m3hal.ops.kv_read import read_sequence
 from m3hal.ops.kv_write import kv_write
+from m3hal.ops.moe_experts import _hidden_scale
 from m3hal.shape import Site
 
 LOG2_E = math.log2(math.e)
@@ -56,7 +59,14 @@ def _norm(x: Tensor, weight: Tensor, site: Site) -> Tensor:
 
 
 def linear(site: Site, traits: Traits, x: Tensor, weight: Tensor | QTensor) -> Tensor:
-    return _matmul(x, _numbers(weight), traits).to(x.dtype)
+    return _matmul(_rounded(x, None, traits), _numbers(weight), traits).to(x.dtype)
+
+
+def _rounded(x: Tensor, global_scale: Tensor | None, traits: Traits) -> Tensor:
+    """x as a kernel quantises it. Reciprocals are the hardware's: exact ones stand for theirs, which are not fp32's."""
+    if traits.get("nvfp4_quantizer") != "reciprocal":
+        return rounded(x.float(), global_scale, traits)
+    return formats.dequantize(formats.quantize(x.double(), formats.spec_of("nvfp4"), global_scale, traits)).float()
 
 
 def _numbers(weight: Tensor | QTensor) -> Tensor:
@@ -99,8 +109,8 @@ def block_scores(site: Site, traits: Traits, index_q: Tensor, index_cache: Paged
     blocks = -(-meta.max_k // site.block_size)
     scores = torch.full((*index_q.shape[:2], blocks), -math.inf)
     for request, first, last, seq_len in _requests(meta):
-        (keys,), _ = read_sequence(index_cache, meta.block_table[request], seq_len)
-        query = index_q[first:last]
+        (keys,), _ = read_sequence(index_cache, meta.block_table[request], seq_len, traits)
+        query = as_queries(index_q[first:last], torch.float32, traits)
         dots = _matmul(query.flatten(0, 1), keys, traits).view(*query.shape[:2], seq_len)
         position = torch.arange(seq_len - (last - first), seq_len)[:, None, None]
         for block in range(-(-seq_len // site.block_size)):
@@ -136,25 +146,36 @@ def _attention(
     groups, (tokens, heads, dim) = kv.layout.heads, q.shape
     out, lse = torch.zeros(q.shape), torch.full((tokens, heads), -math.inf)
     for request, first, last, seq_len in _requests(meta):
-        k, v = read_sequence(kv, meta.block_table[request], seq_len)
-        query = q[first:last].float().view(last - first, groups, heads // groups, dim) * (site.scale * LOG2_E)
+        k, v = read_sequence(kv, meta.block_table[request], seq_len, traits)
+        query = as_queries(q[first:last], torch.float32, traits).view(last - first, groups, heads // groups, dim)
         position = torch.arange(seq_len - (last - first), seq_len)
         top = torch.full(query.shape[:3], -math.inf)
         total, mixed = torch.zeros(query.shape[:3]), torch.zeros(query.shape)
         for start in range(0, seq_len, TILE):
             key = torch.arange(start, min(start + TILE, seq_len))
             seen = visible(first, last, position, key)[:, :, None]
-            logits = torch.einsum("tghd,gsd->tghs", query, k[:, key]).masked_fill(~seen, -math.inf)
+            dots = _accumulate(torch.zeros(()), "tghd,gsd->tghs", query, k[:, key], traits)
+            logits = (dots * (site.scale * LOG2_E)).masked_fill(~seen, -math.inf)
             new = torch.maximum(top, logits.amax(-1))
             base = torch.where(new.isinf(), 0.0, new)
             p, keep = torch.exp2(logits - base[..., None]), torch.exp2(torch.where(top.isinf(), -math.inf, top - base))
-            value = torch.where(seen.any(2).any(0)[..., None], v[:, key], 0.0)
             total = total * keep + p.sum(-1)
-            mixed = mixed * keep[..., None] + torch.einsum("tghs,gsd->tghd", _round_p(p, traits), value)
+            mixed = _accumulate(mixed * keep[..., None], "tghs,gsd->tghd", _round_p(p, traits), v[:, key], traits)
             top = new
         out[first:last] = (mixed / torch.where(total > 0, total, 1.0)[..., None]).flatten(1, 2)
         lse[first:last] = ((torch.log2(total) + top) / LOG2_E).flatten(1, 2)
     return (out.to(q.dtype), lse) if site.return_lse else out.to(q.dtype)
+
+
+def _accumulate(start: Tensor, product: str, left: Tensor, right: Tensor, traits: Traits) -> Tensor:
+    """start + a product, in the accumulator of the matrix units. A weight of zero meets no value that is NaN."""
+    if not torch.isfinite(right).all() and "gsd->tghd" in product:
+        broken = ~torch.isfinite(right)
+        tainted = torch.einsum(product, (left > 0).float(), broken.float()) > 0
+        clean = torch.einsum(product, left, right.masked_fill(broken, 0.0))
+        return start + clean.masked_fill(tainted, math.nan)
+    dtype = getattr(torch, traits.get("mma_accum", "float32"))
+    return (start + torch.einsum(product, left, right)).to(dtype).float()
 
 
 def _round_p(p: Tensor, traits: Traits) -> Tensor:
@@ -184,15 +205,25 @@ def route_topk(site: Site, traits: Traits, logits: Tensor, bias: Tensor) -> tupl
 def moe_experts(site: Site, traits: Traits, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
     """Hidden activations are rounded to x's dtype, as the second product's operands must be."""
     combine = getattr(torch, traits.get("combine_dtype", "float32"))
+    rows = _rounded(x, experts.x_scale, traits)
+    hidden_scale = _hidden_scale(experts, site.limit, site.beta, traits)
     out = torch.zeros(x.shape, dtype=combine)
     for expert in sorted(set(ids.flatten().tolist()) - {-1}):
         token, slot = torch.nonzero(ids == expert, as_tuple=True)
         if len(token):
-            hidden = _activate(_matmul(x[token], _numbers(experts.w13[expert]), traits), site).to(x.dtype)
+            hidden = _activate(_matmul(rows[token], _numbers(experts.w13[expert]), traits), site)
+            hidden = _rounded(hidden.to(_hidden_dtype(x.dtype, traits)), hidden_scale, traits)
             part = _matmul(hidden, _numbers(experts.w2[expert]), traits) * weights[token, slot, None]
             for at, row in zip(token.tolist(), part, strict=True):  # a token may choose an expert twice
                 out[at] = (out[at].float() + row).to(combine)
     return out.to(x.dtype)
+
+
+def _hidden_dtype(given: torch.dtype, traits: Traits) -> torch.dtype:
+    """Of the second product's operands; quantised ones come from fp32 unless declared otherwise."""
+    if traits.get("activation_format", "given") == "given":
+        return given
+    return torch.bfloat16 if traits.get("double_rounding") == "bfloat16" else torch.float32
 
 
 def qk_norm_rope_insert(

@@ -18,11 +18,13 @@ from torch import Tensor
 from m3hal import ops
 from m3hal.formats import PLAIN_FORMATS
 from m3hal.layouts import PagedCache
-from m3hal.ops import Operator, Trait
+from m3hal.ops import ExpertWeights, Operator, Trait
 from m3hal.shape import Site
 from m3hal_conformance.harness import Named, cloned, named, widened
 from m3hal_conformance.storage import vectors
 
+Run = Callable[..., Any]
+Traits = Mapping[str, str]
 #: operators whose outputs follow from their inputs bit for bit, rounding included
 BITWISE = ("quantize", "dequantize", "kv_write", "kv_read", "kv_copy_blocks", "topk_blocks", "merge_topk")
 #: traits that speak of a storage format, and the formats: elsewhere they free nobody from anything
@@ -30,10 +32,14 @@ _OF_STORAGE: Mapping[str, tuple[str, ...]] = {
     "kv_dequant_round": ("nvfp4", "mxfp4"),
     "kv_scale_used": ("fp8_e4m3", "fp8_e4m3_240"),
     "nvfp4_quantizer": ("nvfp4",),
-    "double_rounding": ("fp8_e4m3", "fp8_e4m3_240", "nvfp4", "mxfp4"),
+    "double_rounding": ("fp8_e4m3", "fp8_e4m3_240", "mxfp8", "nvfp4", "mxfp4"),
     "mx_scale_rule": ("mxfp8", "mxfp4"),
 }
 _IN_THEIR_OWN_DTYPE = ("norm_rope_round",)  # the definition emulates these by what it computes in
+
+
+class UncalibratedError(Exception):
+    """The suite can't judge a declared trait at a case; the case is unsupported, never passed."""
 
 
 def exact(operator: Operator, site: Site, inputs: Mapping[str, Any]) -> Named:
@@ -46,7 +52,11 @@ def declared(operator: Operator, site: Site, inputs: Mapping[str, Any], traits: 
     emulated = emulated_traits(operator, traits)
     if not emulated:
         return None
-    return _evaluate(operator, site, inputs, emulated, wide=not set(emulated) & set(_IN_THEIR_OWN_DTYPE))
+    try:
+        return _evaluate(operator, site, inputs, emulated, wide=not set(emulated) & set(_IN_THEIR_OWN_DTYPE))
+    except ValueError as error:  # such as a width that does not fill the groups of a declared activation format
+        traits = ", ".join(map("=".join, emulated.items()))
+        raise UncalibratedError(f"the definition can't take {traits} here: {error}") from error
 
 
 def concerning(operator: Operator, site: Site, inputs: Mapping[str, Any], traits: Mapping[str, str]) -> dict[str, str]:
@@ -84,7 +94,7 @@ def _evaluate(
     operator: Operator, site: Site, inputs: Mapping[str, Any], traits: Mapping[str, str], *, wide: bool
 ) -> Named:
     wide = wide and operator.name not in BITWISE
-    given = widened(_short_table(operator, inputs)) if wide else cloned(inputs)
+    given = _widened(_short_table(operator, inputs)) if wide else cloned(inputs)
     statics = dict(operator.static_values(site))
     if traits:
         statics["traits"] = traits
@@ -93,7 +103,13 @@ def _evaluate(
     returned = run(*given.values())
     mutated = {name: given[name] for name in operator.mutates if given.get(name) is not None}
     found = named(operator, returned, mutated) | extra
-    return found | _EXTRA.get(operator.name, _nothing)(site, given, found)
+    return found | _EXTRA.get(operator.name, _nothing)(site, given, found, traits)
+
+
+def _widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs in fp64, but for experts: the definition widens those that it needs, one at a time."""
+    wide = widened({name: value for name, value in inputs.items() if not isinstance(value, ExpertWeights)})
+    return {name: wide.get(name, value) for name, value in inputs.items()}
 
 
 def _short_table(operator: Operator, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -105,7 +121,7 @@ def _short_table(operator: Operator, inputs: Mapping[str, Any]) -> Mapping[str, 
     return {**inputs, "positions": torch.arange(len(positions)), "cos_sin": table[positions]}
 
 
-def _nothing(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+def _nothing(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
     return {}
 
 
@@ -116,11 +132,11 @@ def _pairs(x: Tensor, rotary_dim: int) -> Tensor:
     return torch.cat([length, length, torch.zeros_like(x[..., rotary_dim:])], dim=-1)
 
 
-def _rope(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+def _rope(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
     return {"out.unit": _pairs(found["out"], site.rotary_dim)}
 
 
-def _insert(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+def _insert(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
     units = {f"{name}.unit": _pairs(found[name], site.rotary_dim) for name in ("q", "index_q") if name in found}
     for name in ("kv", "index_cache"):
         cache = inputs[name]
@@ -131,10 +147,7 @@ def _insert(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
     return units
 
 
-Run = Callable[..., Any]
-
-
-def _insert_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run, traits: Mapping[str, str]) -> Named:
+def _insert_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run, traits: Traits) -> Named:
     """What quantised caches may hold: the keys by what they were before they were stored, the values bit for bit."""
     caches = {"kv": ("slots", "kv"), "index_cache": ("index_slots", "index_cache")}
     quantised = [name for name in caches if given[name] is not None and given[name].layout.format not in PLAIN_FORMATS]
@@ -158,7 +171,7 @@ def _insert_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run
     return found
 
 
-def _write_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run, traits: Mapping[str, str]) -> Named:
+def _write_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run, traits: Traits) -> Named:
     """What a quantiser that multiplies by reciprocals may store: hardware's reciprocals differ in their last bit."""
     cache = given["cache"]
     if traits.get("nvfp4_quantizer", "division") == "division":
@@ -184,7 +197,7 @@ def _at(view: Tensor, slots: Tensor) -> Tensor:
     return view[page, :, offset]
 
 
-def _nothing_before(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run, traits: Mapping[str, str]) -> Named:
+def _nothing_before(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run, traits: Traits) -> Named:
     return {}
 
 
@@ -192,7 +205,7 @@ def _nothing_before(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Ru
 _BEFORE = {"qk_norm_rope_insert": _insert_stored, "kv_write": _write_stored}
 
 
-def _swiglu(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+def _swiglu(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
     """exp's relative error grows with its argument, so the unit does: |out| * (1 + |alpha g| (1 - sigmoid))."""
     gate, _ = inputs["gate_up"].chunk(2, dim=-1)
     argument = site.alpha * gate.clamp(max=site.limit)
@@ -200,20 +213,21 @@ def _swiglu(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
     return {"out.unit": unit.nan_to_num(nan=0.0, posinf=0.0)}
 
 
-def _route(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+def _route(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
     score = torch.sigmoid(inputs["logits"])
     return {"ids.scores": score + inputs["bias"], "weights.scores": score}
 
 
-def _select(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+def _select(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
+    scored = {name: value for name, value in traits.items() if name in ("q_dtype", "kv_dequant_round")}
     scores = ops.load("block_scores").reference(
-        inputs["index_q"], inputs["index_cache"], inputs["meta"], block_size=site.block_size
+        inputs["index_q"], inputs["index_cache"], inputs["meta"], block_size=site.block_size, traits=scored
     )
     visible = inputs["meta"].positions(len(inputs["index_q"])) // site.block_size + 1
     return {"out.scores": scores, "out.visible": visible}
 
 
-def _ranked(site: Site, inputs: Mapping[str, Any], found: Named) -> Named:
+def _ranked(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
     if "ids" in inputs:
         return {}
     return {"out.scores": inputs["scores"].double(), "out.visible": inputs["visible_blocks"].long()}

@@ -26,6 +26,7 @@ from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.harness import torch_threads
 from m3hal_conformance.page_map import PageMap
 from m3hal_conformance.results import CheckResult, Result
+from m3hal_conformance.sizes import CPU, DEVICE, Sizes, sizes_of
 from m3hal_conformance.tolerance import UncalibratedError
 from m3hal_conformance.trees import tensors
 from m3hal_conformance.trial import CheckFailed, Trial, Unsupported
@@ -105,6 +106,7 @@ class Runner:
             return Result(case.id, case.operator, case.format, status, checks, seconds=seconds, bugs=case.bugs, **what)
 
         try:
+            self._asks(case)
             offer = self.offer(case.operator, case.site, case.layout)
             trial = Trial(case, offer.bound, self.torch_device, offer.impl or _COMPOSED, self.seed)
             trial.threads, trial.page_map = self.threads, offer.page_map
@@ -120,6 +122,16 @@ class Runner:
         status = "pass" if all(check.passed for check in checks) else "fail"
         measured = sizes(trial.operator, trial.inputs)
         return result(status, checks, impl_id=offer.bound.impl_id, notes=tuple(trial.notes), sizes=measured)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """What the device is large enough for."""
+        return sizes_of(self.device)
+
+    def _asks(self, case: Case) -> None:
+        """Raises Unsupported when the case needs a larger device."""
+        if case.sizes not in (CPU.name, self.sizes.name):
+            raise Unsupported(f"asked on accelerators alone, whose sizes are {DEVICE}; here they are {self.sizes}")
 
     def offer(self, operator: str, site: Site, layout: str) -> Offer:
         """What the backend has for this operator at this site; raises Unsupported with its reason when nothing.

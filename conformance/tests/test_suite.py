@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from m3hal_conformance.buckets import sizes
-from m3hal_conformance.bugs import BUGS
+from m3hal_conformance.bugs import BUGS, NO_ROOM, TESTS
 from m3hal_conformance.case import MAX_CONTEXT, MAX_SEQS, MAX_TOKENS, case_set_hash
 from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.claim import TIERS
@@ -21,6 +22,7 @@ from m3hal_conformance.trees import tensors
 from m3hal import ops
 
 CASES = all_cases()
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_operator_has_cases():
@@ -42,14 +44,24 @@ def test_ids_and_checks_exist():
         assert set(case.bugs) <= set(BUGS)
 
 
-def test_every_operator_bug_is_a_case():
-    """Each public bug of an operator is reproduced by a case."""
+def test_every_bug_has_its_place():
+    """Each public bug of an operator or a format is a case, each other one a test, or there is a reason why neither."""
     reproduced = {bug for case in CASES for bug in case.bugs}
-    assert {bug.id for bug in BUGS.values() if bug.where in ("case", "format")} - reproduced == _FORMATS_TO_COME
+    kinds: dict[str, set[str]] = {}
+    for bug in BUGS.values():
+        assert bug.link.startswith("https://"), bug.id
+        kinds.setdefault(bug.where, set()).add(bug.id)
+    assert kinds["case"] | kinds["format"] <= reproduced
+    assert kinds["dispatch"] | kinds["loading"] == set(TESTS)
+    assert kinds["contract"] == set(NO_ROOM)
 
 
-#: bugs of stored formats that wait for their operators
-_FORMATS_TO_COME = {"F55", "F70"}
+@pytest.mark.skipif(not (ROOT / "tests" / "dispatch").is_dir(), reason="the interface layer's tests are not installed")
+@pytest.mark.parametrize("bug", sorted(TESTS))
+def test_tests_of_bugs_exist(bug):
+    """The test that a bug names is there."""
+    path, _, name = TESTS[bug].partition("::")
+    assert f"def {name}(" in (ROOT / path).read_text()
 
 
 def test_real_sizes_are_asked():

@@ -23,10 +23,13 @@ def numbers(matrix: torch.Tensor | QTensor, compute: torch.dtype) -> torch.Tenso
 
 
 def rounded(x: torch.Tensor, global_scale: torch.Tensor | None, traits: Mapping[str, str]) -> torch.Tensor:
-    """What a product takes in place of ``x``, in x's dtype; traits: ``activation_format`` and those of quantisers."""
+    """What a product takes in place of ``x``, in x's dtype; traits: ``activation_format`` and those of quantisers.
+
+    Quantisers are defined in fp32, bit for bit: an oracle that quantised in fp64 would break ties that fp32 keeps.
+    """
     format = traits.get("activation_format", "given")
     if format == "given":
         return x
     one_scale = global_scale is not None and format.startswith("fp8")
     spec = QSpec(format) if one_scale else spec_of(format)
-    return formats.dequantize(formats.quantize(x, spec, global_scale, traits), x.dtype)
+    return formats.dequantize(formats.quantize(x.float(), spec, global_scale, traits), x.dtype)

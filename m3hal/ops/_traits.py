@@ -43,7 +43,10 @@ MX_SCALE_RULE = Trait(
 )
 KV_SCALE_USED = Trait("kv_scale_used", ("yes", "no"), True, "whether an FP8 cache write divides by k_scale and v_scale")
 DOUBLE_ROUNDING = Trait(
-    "double_rounding", ("no", "bfloat16"), True, "what a value is rounded to on its way to a narrower stored format"
+    "double_rounding",
+    ("no", "bfloat16"),
+    True,
+    "what a value is rounded to on its way to a narrower format: that of a cache, or of experts' hidden activations",
 )
 
 

@@ -17,7 +17,7 @@ from m3hal.formats import e4m3
 from m3hal.ops._batch import ExpertWeights
 from m3hal.ops._operator import Numeric, Operator, Trait
 from m3hal.ops._stored import ACTIVATION_FORMAT, numbers, rounded
-from m3hal.ops._traits import BATCH_INVARIANT, EXACT, MMA_ACCUM, MX_SCALE_RULE, NVFP4_QUANTIZER
+from m3hal.ops._traits import BATCH_INVARIANT, DOUBLE_ROUNDING, EXACT, MMA_ACCUM, MX_SCALE_RULE, NVFP4_QUANTIZER
 from m3hal.ops.swiglu_oai import activate
 
 
@@ -52,6 +52,8 @@ def moe_experts(
     for expert in sorted(set(ids.flatten().tolist()) - {-1}):
         token, slot = torch.nonzero(ids == expert, as_tuple=True)
         hidden = activate(rows[token] @ numbers(experts.w13[expert], compute).T, alpha, beta, limit)
+        if traits.get("double_rounding") == "bfloat16":
+            hidden = hidden.to(torch.bfloat16).to(compute)
         hidden = rounded(hidden, hidden_scale, traits)
         part = hidden @ numbers(experts.w2[expert], compute).T * weights[token, slot, None].to(compute)
         out.index_add_(0, token, part.to(combine))
@@ -84,6 +86,7 @@ OPERATOR = Operator(
         ACTIVATION_FORMAT,
         NVFP4_QUANTIZER,
         MX_SCALE_RULE,
+        DOUBLE_ROUNDING,
         Trait("combine_dtype", ("float32", "bfloat16"), True, "what the experts' outputs are rounded to and summed in"),
         MMA_ACCUM,
         BATCH_INVARIANT,

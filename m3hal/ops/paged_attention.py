@@ -6,6 +6,11 @@ For query token t at position p, with all keys ``s < seq_len`` of its request::
     out[t, h] = softmax_{s in keys}(scale * q[t, h] . k[s, g]) v[s, g]         g = h // (Hq // Hkv)
 
 The dense layers of MiniMax-M3 are causal without a window; its drafter attends to a block non-causally in a window.
+
+What a row does not see does not matter to it. Bytes past ``seq_len`` and pages of other requests may hold anything, NaN
+too. A key of the request itself that lies in the row's future, or outside its window, may hold any finite number; where
+it is NaN or infinite, this row may become NaN as well: queries that share a tile of keys can't hide ``0 * NaN``. The
+reference hides it.
 Source: transformers ``MiniMaxM3VLAttention``.
 """
 

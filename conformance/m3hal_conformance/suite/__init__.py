@@ -17,9 +17,11 @@ def all_cases() -> tuple[Case, ...]:
         engine,
         experts,
         extremes,
+        hidden,
         indexer,
         insert,
         kv_cache,
+        large,
         norms,
         projections,
         quantised,
@@ -28,8 +30,8 @@ def all_cases() -> tuple[Case, ...]:
         stored_caches,
     )
 
-    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, experts, insert)
-    stored = (stored_caches, quantised, extremes)
+    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, hidden, experts, insert)
+    stored = (stored_caches, quantised, extremes, large)
     found = [case for module in (*modules, *stored) for case in module.CASES]
     found += engine.engine_cases(found)
     return tuple(sorted(found, key=lambda case: ops.NAMES.index(case.operator)))

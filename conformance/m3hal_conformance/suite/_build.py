@@ -32,6 +32,7 @@ def ask(
     quick: bool = False,
     golden: Callable[[Inputs], Mapping[str, Tensor]] | None = None,
     lazy: Sequence[str] = (),
+    sizes: str = "cpu",
     **site: Any,
 ) -> list[Case]:
     """The same question in each format and layout. ``also``: checks besides ``checks``."""
@@ -48,6 +49,7 @@ def ask(
             golden=golden,
             quick=quick,
             lazy=tuple(lazy),
+            sizes=sizes,
         )
         for dtype in dtypes
         for layout in layouts

@@ -221,6 +221,8 @@ def _select() -> list[Case]:
            bugs=("F14",), quick=True),
         *q("page_64", _needles([(2, 2500)]), page_size=64, input_class="needles", bugs=("F25",)),
         *q("tp4", _needles(long[:3]), tensor_parallel=4, input_class="needles", bugs=("F67",)),
+        *q("bound_too_small", _needles([(1, 4096), (2, 2177)]), checks=("host_bound",), input_class="needles",
+           bugs=("F18",), quick=True),
         *q("padded_only", _needles([(1, 0), (1, 0)], max_k=256), bugs=("F14", "F30"), quick=True),
         *q("no_token", _needles([(0, 128)]), bugs=("F30",), quick=True),
     ]  # fmt: skip

@@ -25,7 +25,9 @@ P = 128
 SLOTS = [127, 128, 0, -1, 3 * P + 5, 2 * P - 1, -1, 4 * P + 2, 1, 5 * P + 126]
 MAIN = [(f, kind) for f in ("fp8_e4m3", "fp8_e4m3_240", "nvfp4") for kind in CACHE_FORMATS[f]]
 FP8 = [(f, kind) for f, kind in MAIN if f.startswith("fp8")]
+FOUR_BITS = [(f, kind) for f, kind in MAIN if f == "nvfp4"]
 INDEX = [*MAIN, *(("mxfp4", kind) for kind in CACHE_FORMATS["mxfp4"])]
+FOUR_BITS_INDEX = [(f, kind) for f, kind in INDEX if f in ("nvfp4", "mxfp4")]
 DECODE: Lengths = [(1, 1), (1, 127), (1, 128), (1, 129), (1, 300), (1, 0), (2, 1300), (0, 50)]
 Edit = Callable[[Rng, Tensor], Tensor]
 
@@ -48,6 +50,11 @@ def _odd(rng: Rng, x: Tensor) -> Tensor:
     x[..., 32] = 3e4
     x[0, ..., 40] = float("inf")
     return x
+
+
+def _nibbles(rng: Rng, x: Tensor) -> Tensor:
+    """Even elements are small and odd ones large, so that exchanged halves of bytes exchange the two."""
+    return torch.where(torch.arange(x.shape[-1]) % 2 == 0, 0.5, 6.0) * x.sign()
 
 
 def _ties(rng: Rng, x: Tensor) -> Tensor:
@@ -158,7 +165,7 @@ def _main_caches() -> list[Case]:
         *write("page_boundaries", _write(SLOTS), also=decoded, quick=True, bugs=("F60", "F62")),
         *write("groups", _write(SLOTS, _groups_apart), also=decoded, bugs=("F60", "F70"), quick=True),
         *write("odd_values", _write(SLOTS, _odd), bugs=("F56",), quick=True),
-        *write("ties", _write(SLOTS, _ties), bugs=("F56",)),
+        *_in_maps("kv_write", "nibbles", _write(SLOTS, _nibbles), FOUR_BITS, also=decoded, bugs=("F55",), **two),
         *write("block_outer", _write(SLOTS, outer=3), bugs=("F64",)),
         *write("apart", _spread(_write(SLOTS)), bugs=("F64",), quick=True),
         *write("fused_row", _fused_row, bugs=("F65",)),
@@ -188,6 +195,8 @@ def _index_caches() -> list[Case]:
 
     return [
         *_in_maps("kv_write", "index", _write(SLOTS, index=True), INDEX, also=("bytes_decoded",), quick=True, **index),
+        *_in_maps("kv_write", "index_nibbles", _write(SLOTS, _nibbles, index=True), FOUR_BITS_INDEX,
+                  also=("bytes_decoded",), bugs=("F55",)),
         *_in_maps("kv_write", "index_apart", _spread(_write(SLOTS, index=True)), INDEX, **index),
         *_in_maps("kv_read", "index", _read(SLOTS, index=True), INDEX, **index),
         *scores("needles", needles(DECODE), also=("stale", "permuted_pages", "permuted_requests", "row_alone"),
@@ -196,7 +205,8 @@ def _index_caches() -> list[Case]:
         *scores("chunks", needles([(24, 700), (9, 140)]), also=("chunked",), bugs=("F22", "F23")),
         *scores("page_64", needles([(2, 300), (1, 129)]), page_size=64, bugs=("F25",)),
         *scores("no_token", needles([(0, 128)]), bugs=("F30",)),
-        *_in_maps("select_blocks", "long", needles(long), INDEX, also=("stale",), bugs=("F20",), **scored),
+        *_in_maps("select_blocks", "long", needles(long), INDEX, also=("stale",), bugs=("F20",), quick=True,
+                  **scored),
     ]  # fmt: skip
 
 
