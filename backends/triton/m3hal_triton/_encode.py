@@ -18,7 +18,10 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 @triton.jit
 def e4m3(x, NATIVE: tl.constexpr):
-    """int32 codes of fp32 numbers: to nearest, ties to even, saturating at 448; NaN becomes 0x7F."""
+    """int32 codes of fp32 numbers: to nearest, ties to even, saturating at 448; NaN becomes 0x7F.
+
+    NATIVE: by the target's conversion, for codes that are only stored.
+    """
     if NATIVE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     bits = x.to(tl.int32, bitcast=True)
@@ -62,13 +65,14 @@ def _bits(x):
 
 
 @triton.jit
-def nvfp4(groups, NATIVE: tl.constexpr):
+def nvfp4(groups):
     """Codes [R, G, 16] and scale bytes [R, G], int32, of fp32 [R, G, 16] divided by the global scale."""
     bits = groups.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     nan = magnitude > _INFINITY
     amax = tl.max(tl.where(nan, 0, magnitude), 2).to(tl.float32, bitcast=True)
-    scale = e4m3(tl.maximum(tl.div_rn(amax, 6.0), 0.001953125), NATIVE)
+    # not by the instruction: with its result taken apart again, ptxas 12.8 made other scales of the same PTX (H200)
+    scale = e4m3(tl.maximum(tl.div_rn(amax, 6.0), 0.001953125), False)
     code = e2m1(magnitude, e4m3_number(scale)[:, :, None])
     code = tl.where(code == 0, 0, code | ((bits >> 28) & 8))  # zero is always +0
     return tl.where(nan, 7, code), scale
@@ -108,8 +112,7 @@ def put(
 
     x: [R, N], any float; what lies beyond DIM is not stored. real: [R, 1], rows that are. memory: pointer to the
     cache. part: a :class:`~m3hal_triton._pages.Part`, of values if VALUES. slot: int64 [R, 1]. head: [R, 1].
-    multiplier: pointer to the fp32 global scale, or None. NATIVE: whether the target rounds fp32 to E4M3 as
-    :func:`e4m3` does, see :func:`~m3hal_triton._launch.converts`.
+    multiplier: pointer to the fp32 global scale, or None. NATIVE: see :func:`~m3hal_triton._launch.converts`.
     """
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
@@ -120,7 +123,7 @@ def put(
         GROUPS: tl.constexpr = WIDTH // GROUP
         ALL: tl.constexpr = DIM // GROUP
         grouped = tl.reshape(_scaled(x, multiplier), (ROWS, GROUPS, GROUP))
-        code, scale = nvfp4(grouped, NATIVE) if FORMAT == "nvfp4" else mxfp4(grouped)
+        code, scale = nvfp4(grouped) if FORMAT == "nvfp4" else mxfp4(grouped)
         even, odd = tl.split(tl.reshape(code, (ROWS, WIDTH // 2, 2)))
         byte, group = FIRST // 2 + tl.arange(0, WIDTH // 2)[None, :], FIRST // GROUP + tl.arange(0, GROUPS)[None, :]
         tl.store(at + byte, (even | (odd << 4)).to(tl.uint8), mask=real & (byte < DIM // 2))

@@ -78,22 +78,26 @@ def _vectors(
 
 
 @triton.jit
+def _signed(magnitude, sign):
+    """fp32 of bits without a sign and a sign of 0 or 1; Triton's own minus would make 0 of -0."""
+    return (magnitude | sign << 31).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _e2m1(code):
     """fp32 of codes 0 to 15."""
     exponent, mantissa = code >> 1 & 3, code & 1
-    normal = (126 + exponent << 23 | mantissa << 22).to(tl.float32, bitcast=True)
-    magnitude = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, normal)
-    return tl.where(code >= 8, -magnitude, magnitude)
+    half = tl.where(mantissa == 0, 0, 126 << 23)
+    return _signed(tl.where(exponent == 0, half, 126 + exponent << 23 | mantissa << 22), code >> 3)
 
 
 @triton.jit
 def _e4m3(code):
     """fp32 of codes 0 to 255, NaN for 0x7F and 0xFF."""
     magnitude = code & 0x7F
-    normal = ((magnitude + (120 << 3)) << 20).to(tl.float32, bitcast=True)
-    size = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-    size = tl.where(magnitude == 0x7F, float("nan"), size)
-    return tl.where(code >= 0x80, -size, size)
+    subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+    bits = tl.where(magnitude < 8, subnormal, (magnitude + (120 << 3)) << 20)
+    return _signed(tl.where(magnitude == 0x7F, 0x7FC00000, bits), code >> 7)
 
 
 @triton.jit

@@ -78,7 +78,7 @@ MANIFEST = Manifest(
         "qk_norm_rope_insert": (
             Impl(
                 "m3hal_triton.qk_norm_rope_insert:qk_norm_rope_insert",
-                limits=(_PLAIN, *_STORED, *_HEADS),
+                limits=(_PLAIN, *_STORED),
                 predicate="m3hal_triton.limits:rotated_cache",
                 layouts=_EVERY_PAGE,
                 files=_WRITES,
