@@ -13,7 +13,7 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,14 +87,23 @@ def is_dear(case: Case) -> bool:
     return name_of(case).startswith((*dear, "tokens_4096") if case.operator in _SLOW else dear)
 
 
-def measure(mutants: Sequence[Mutant], cases: Iterable[Case]) -> dict[str, Kills]:
-    """Every mutant in every case; oracles and inputs are made once per case, for all mutants."""
+def measure(mutants: Sequence[Mutant], cases: Sequence[Case]) -> dict[str, Kills]:
+    """Every mutant in every case; oracles and inputs are made once per case, for all mutants.
+
+    A cell has no format: it is asked in the first one in which the case exists and the mutant is wrong. Page maps are
+    all asked.
+    """
+    formats: dict[str, dict[str, None]] = {}
+    for case in cases:
+        formats.setdefault(name_of(case), {})[case.format] = None
     found: dict[str, dict[str, dict[str, None]]] = {mutant.backend: {} for mutant in mutants}
     runners = {mutant.backend: Runner(mutant.backend, "cpu") for mutant in mutants}
     for case in cases:
         kept = case if case.lazy else replace(case, make=Kept(case.make))
         for mutant in mutants:
             if is_dear(case) and not name_of(case).startswith(mutant.killed_by.partition(":")[0]):
+                continue
+            if case.format != next((f for f in formats[name_of(case)] if f in mutant.formats), ""):
                 continue
             register(mutant.manifest())
             try:
