@@ -14,6 +14,11 @@ def power_of_two_below(value: int) -> int:
     return 1 << max(value.bit_length() - 1, 0)
 
 
+def power_of_two_above(value: int) -> int:
+    """The smallest power of two that is at least ``value``; triton's own can't be followed by torch.compile."""
+    return 1 << (value - 1).bit_length()
+
+
 def common_power_of_two(*values: int) -> int:
     """The largest power of two that divides all the values."""
     bits = 0

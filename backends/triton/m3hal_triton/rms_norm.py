@@ -10,6 +10,10 @@ import triton.language as tl
 
 from m3hal.ops import load
 from m3hal.shape import Site
+from m3hal_triton._launch import power_of_two_above
+
+#: looked up here: torch.compile looks into the callables, and can't follow a lookup
+_FAKE, _ADD_FAKE = load("rms_norm").fake, load("add_rms_norm").fake
 
 
 def rms_norm(site: Site) -> partial[torch.Tensor]:
@@ -23,7 +27,7 @@ def add_rms_norm(site: Site) -> partial[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _norm(site: Site, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    out = load("rms_norm").fake(x, weight) if out is None else out
+    out = _FAKE(x, weight) if out is None else out
     _launch(site, x, x, weight, out, out, False)
     return out
 
@@ -36,7 +40,7 @@ def _add_norm(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     result: tuple[torch.Tensor, torch.Tensor]
-    result = load("add_rms_norm").fake(x, residual, weight) if out is None else out
+    result = _ADD_FAKE(x, residual, weight) if out is None else out
     _launch(site, x, residual, weight, *result, True)
     return result
 
@@ -54,7 +58,7 @@ def _launch(
     if not x.numel():
         return
     rows = [t.view(-1, width) if t.is_contiguous() else t.flatten(0, -2) for t in (x, residual, out, residual_out)]
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two_above(width)
     _rows[(rows[0].shape[0],)](
         *rows,
         weight,

@@ -10,8 +10,11 @@ import triton.language as tl
 
 from m3hal.ops import load
 from m3hal.shape import Site
+from m3hal_triton._launch import power_of_two_above
 
 COLUMNS = 1024
+#: looked up here: torch.compile looks into the callable, and can't follow a lookup
+_FAKE = load("swiglu_oai").fake
 
 
 def swiglu_oai(site: Site) -> partial[torch.Tensor]:
@@ -20,13 +23,13 @@ def swiglu_oai(site: Site) -> partial[torch.Tensor]:
 
 
 def _activate(site: Site, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    out = load("swiglu_oai").fake(gate_up) if out is None else out
+    out = _FAKE(gate_up) if out is None else out
     if out.numel():
         width = out.shape[-1]
         rows, target = gate_up.reshape(-1, 2 * width), out.view(-1, width)
-        _rows[(rows.shape[0], triton.cdiv(width, COLUMNS))](
+        _rows[(rows.shape[0], -(-width // COLUMNS))](
             rows, target, *rows.stride(), *target.stride(), width, site.alpha, site.beta, site.limit,
-            COLUMNS=min(COLUMNS, triton.next_power_of_2(width)), num_warps=4,
+            COLUMNS=min(COLUMNS, power_of_two_above(width)), num_warps=4,
         )  # fmt: skip
     return out
 
