@@ -10,6 +10,7 @@ from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3
 from vllm.model_executor.models.utils import make_layers, maybe_prefix
 
 from m3hal.ops.rope_partial import rope_table
@@ -74,8 +75,11 @@ class M3DecoderLayer(nn.Module):
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
-class M3Model(nn.Module):
-    """Embedding, layers, final norm. Makes the plan of this rank and binds it."""
+class M3Model(nn.Module, EagleModelMixin):
+    """Embedding, layers, final norm. Makes the plan of this rank and binds it.
+
+    A drafter may ask for the stream as it enters some of the layers (``aux_hidden_state_layers``, vLLM sets it).
+    """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -100,16 +104,20 @@ class M3Model(nn.Module):
         positions: torch.Tensor,
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         branch = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         residual = None
-        for layer in self.layers:
+        wanted: tuple[int, ...] = self.aux_hidden_state_layers  # type: ignore[assignment]
+        streams = []
+        for number, layer in enumerate(self.layers):
+            if number in wanted:
+                streams.append(branch if residual is None else branch + residual)
             branch, residual = layer(positions, branch, residual)
         hidden: torch.Tensor = self.norm(branch, residual)[0]
-        return hidden
+        return (hidden, streams) if wanted else hidden
 
 
-class M3HalForCausalLM(nn.Module):
+class M3HalForCausalLM(nn.Module, SupportsEagle3):
     """What vLLM's registry resolves to; vLLM finds out what it can do from its methods."""
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
@@ -137,9 +145,11 @@ class M3HalForCausalLM(nn.Module):
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         **_: object,
-    ) -> torch.Tensor:
-        hidden: torch.Tensor = self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
-        return hidden
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Hidden states [T, H], and the streams that a drafter asked for."""
+        found: torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
+        found = self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+        return found
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         logits: torch.Tensor | None = self.logits_processor(self.lm_head, hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from m3hal.dispatch import VLLM_HOLDS, M3halError, Plan, Policy, devices, plan
@@ -20,7 +21,14 @@ def policy_of(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> Poli
     asked = (vllm_config.additional_config or {}).get("m3hal", {})
     if not isinstance(asked, Mapping):
         raise M3halError(f'additional_config["m3hal"] must be an object such as {{"backend": "auto"}}; got {asked!r}.')
-    return Policy.resolve(engine=asked, environ=environ)
+    policy = Policy.resolve(engine=asked, environ=environ)
+    if environ.get("VLLM_BATCH_INVARIANT", "0") in ("", "0") or BATCH_INVARIANT in policy.require:
+        return policy
+    return replace(policy, require=(*policy.require, BATCH_INVARIANT))
+
+
+#: what vLLM's batch-invariant mode asks of an implementation
+BATCH_INVARIANT = ("batch_invariant", "yes")
 
 
 def make_plan(vllm_config: Any, policy: Policy) -> Plan:

@@ -72,7 +72,8 @@ def schemes_of(model_config: Any) -> Schemes:
     """How the checkpoint stores its matrices. Raises ValueError for a quantisation that m3hal does not serve."""
     if model_config.quantization is None:
         return Schemes()
-    return schemes.schemes(model_config.model_arch_config.quantization_config)
+    found = model_config.model_arch_config.quantization_config
+    return schemes.schemes(found or {"quant_method": f"{model_config.quantization} of an unquantised checkpoint"})
 
 
 def expert_format(model_config: Any) -> str | None:

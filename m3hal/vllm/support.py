@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 #: what activations are computed in
@@ -15,6 +16,9 @@ KV_FORMATS: Mapping[str, str] = {
     "nvfp4": "nvfp4",
 }
 INDEX_FORMATS: Mapping[str, str] = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
+
+#: methods of speculative decoding that were run
+SPECULATIVE = ("ngram", "eagle3")
 
 
 def refusals(vllm_config: Any) -> Iterator[str]:
@@ -72,26 +76,59 @@ def _cache(vllm_config: Any) -> Iterator[str]:
 
 
 def _features(vllm_config: Any) -> Iterator[str]:
-    parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
-    speculative = vllm_config.speculative_config
-    asked = {
+    """What would be ignored, or was never run; docs/serving.md has the table."""
+    for feature, wanted in {**_parallelism(vllm_config), **_caches(vllm_config), **_others(vllm_config)}.items():
+        if wanted:
+            yield f"m3hal does not support {feature} yet; leave it out, or serve vLLM's own model with backend 'vllm'."
+
+
+def _parallelism(vllm_config: Any) -> Mapping[str, bool]:
+    parallel = vllm_config.parallel_config
+    data = "data parallelism (--data-parallel-size)"
+    together = f"{data[:-1]} together with --enable-expert-parallel)" if parallel.enable_expert_parallel else data
+    return {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
-        "data parallelism (--data-parallel-size)": parallel.data_parallel_size > 1,
+        together: parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "rebalancing experts (--enable-eplb)": parallel.enable_eplb,
+        "changing the number of ranks (--enable-elastic-ep)": parallel.enable_elastic_ep,
         "micro-batching (--enable-dbo)": parallel.enable_dbo,
-        "LoRA (--enable-lora)": vllm_config.lora_config is not None,
+    }
+
+
+def _caches(vllm_config: Any) -> Mapping[str, bool]:
+    cache = vllm_config.cache_config
+    return {
         "moving KV caches between engines (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
-        f"the {model.runner_type!r} runner": model.runner_type != "generate",
-        "speculative decoding other than 'ngram'": speculative is not None and speculative.method != "ngram",
-        "choosing a backend of vLLM's (--attention-backend)": vllm_config.attention_config.backend is not None,
+        "moving KV caches out of the device (--kv-offloading-size)": cache.kv_offloading_size is not None,
         "keeping layers out of the KV cache's format (--kv-cache-dtype-skip-layers)": bool(
             getattr(cache, "kv_cache_dtype_skip_layers", None)
         ),
         "sharing KV caches between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
     }
-    for feature, wanted in asked.items():
-        if wanted:
-            yield f"m3hal does not support {feature} yet; leave it out, or serve vLLM's own model with backend 'vllm'."
+
+
+def _others(vllm_config: Any) -> Mapping[str, bool]:
+    model, attention, kernels = vllm_config.model_config, vllm_config.attention_config, vllm_config.kernel_config
+    speculative = vllm_config.speculative_config
+    return {
+        "LoRA (--enable-lora)": vllm_config.lora_config is not None,
+        f"the {model.runner_type!r} runner": model.runner_type != "generate",
+        f"speculative decoding other than {' and '.join(map(repr, SPECULATIVE))}": speculative is not None
+        and speculative.method not in SPECULATIVE,
+        "sleep mode (--enable-sleep-mode)": model.enable_sleep_mode,
+        "prompts as embeddings (--enable-prompt-embeds)": model.enable_prompt_embeds,
+        "reporting routed experts (--enable-return-routed-experts)": (
+            vllm_config.aux_output_config.enable_return_routed_experts
+        ),
+        "choosing a backend of vLLM's (--attention-backend)": attention.backend is not None,
+        "choosing a backend of vLLM's (--moe-backend)": kernels.moe_backend != "auto",
+        "vLLM's options for its own MiniMax-M3 in --attention-config": any(
+            getattr(attention, field.name) != field.default
+            for field in fields(attention)
+            if field.name.startswith("minimax_m3_")
+        ),
+    }
 
 
 def _quantisation(model_config: Any) -> Iterator[str]:

@@ -32,10 +32,23 @@ def found(engine: Any, checkpoint: Any) -> Any:
         ("dtype", "m3hal computes in float32 or bfloat16; --dtype is float16"),
         ("pipeline parallelism", "does not support pipeline parallelism"),
         ("lora", "does not support LoRA"),
+        ("data parallelism", "does not support data parallelism (--data-parallel-size)"),
+        ("data and expert parallelism", "--data-parallel-size together with --enable-expert-parallel"),
+        ("context parallelism", "does not support context parallelism"),
+        ("eplb", "does not support rebalancing experts (--enable-eplb)"),
+        ("sleep", "does not support sleep mode (--enable-sleep-mode)"),
+        ("kv transfer", "does not support moving KV caches between engines"),
+        ("kv offloading", "does not support moving KV caches out of the device"),
+        ("routed experts", "does not support reporting routed experts"),
+        ("prompt embeddings", "does not support prompts as embeddings"),
+        ("moe backend", "does not support choosing a backend of vLLM's (--moe-backend)"),
+        ("online quantisation", "does not serve quantisation 'fp8 of an unquantised checkpoint'"),
+        ("stock attention option", "does not support vLLM's options for its own MiniMax-M3"),
+        ("index format", "--kv-cache-dtype fp8_per_token_head is not supported"),
         ("attention backend", "does not support choosing a backend of vLLM's"),
         ("skipped layers", "does not support keeping layers out of the KV cache's format"),
         ("fast prefill", "does not support sharing KV caches between layers"),
-        ("speculation", "does not support speculative decoding other than 'ngram'"),
+        ("drafter", "does not support speculative decoding other than 'ngram' and 'eagle3'"),
         ("another router", "implements MiniMax-M3 with scoring_func 'sigmoid'; this checkpoint has 'softmax'"),
         ("version", "vLLM 0.34.1 is outside the supported range >=0.32,<0.34"),
         ("another plugin", f"{PUBLISHED} is held by another vLLM plugin, other_vendor.model"),
@@ -47,6 +60,11 @@ def test_refusal_is_one_sentence(found: Any, case: str, sentence: str) -> None:
     message = found[case]["error"]
     assert sentence in message
     assert "\n" not in message
+
+
+def test_batch_invariance_is_a_requirement(found: Any) -> None:
+    """VLLM_BATCH_INVARIANT=1 asks every implementation for the trait; the reference does not have it, and says so."""
+    assert "the policy requires batch_invariant=yes; it declares no" in found["batch invariance"]["error"]
 
 
 def test_served_by_m3hal(found: Any) -> None:

@@ -44,3 +44,14 @@ def test_speculation_equals_transformers(
     found = engine("speculative", checkpoint=checkpoint, prompts=prompts)
     assert found["drafted"] > 20
     assert difference(found["completions"], oracle) == ""
+
+
+@pytest.mark.slow
+def test_drafter_sees_the_streams_and_changes_no_token(
+    engine: Any, checkpoint: Any, prompts: Any, oracle: Any, difference: Any, tmp_path: Any
+) -> None:
+    """EAGLE3: what the drafter gets is transformers' input of the layers that it asked for; verification is greedy."""
+    found = engine("eagle", checkpoint=checkpoint, prompts=prompts, work=tmp_path)
+    assert found["drafted"] > 100
+    assert max(found["furthest"]) < 1e-4
+    assert difference(found["completions"], oracle) == ""

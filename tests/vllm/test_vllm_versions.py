@@ -134,28 +134,33 @@ FIELDS: dict[tuple[str, str], str] = {
     ("vllm.forward_context", "ForwardContext"): "attn_metadata no_compile_layers",
     (CONFIG, "VllmConfig"): (
         "model_config cache_config parallel_config scheduler_config speculative_config lora_config kv_transfer_config "
-        "attention_config compilation_config additional_config quant_config device_config load_config"
+        "attention_config compilation_config additional_config quant_config device_config kernel_config "
+        "aux_output_config"
     ),
     (CONFIG, "CacheConfig"): (
         "cache_dtype block_size user_specified_block_size kv_sharing_fast_prefill kv_cache_dtype_skip_layers "
         "kv_offloading_size"
     ),
     (CONFIG, "AttentionConfig"): "backend indexer_kv_dtype",
+    (CONFIG, "KernelConfig"): "moe_backend",
+    ("vllm.config.aux_output", "AuxOutputConfig"): "enable_return_routed_experts",
     (CONFIG, "CompilationConfig"): "static_forward_context",
     (CONFIG, "SchedulerConfig"): "max_num_batched_tokens max_num_seqs",
     (CONFIG, "DeviceConfig"): "device_type",
     (CONFIG, "SpeculativeConfig"): "method",
     (CONFIG, "ParallelConfig"): (
         "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel enable_eplb enable_dbo "
-        "decode_context_parallel_size prefill_context_parallel_size"
+        "decode_context_parallel_size prefill_context_parallel_size enable_elastic_ep"
     ),
     (CONFIG, "ModelConfig"): (
         "architecture architectures hf_config hf_text_config dtype max_model_len quantization runner_type registry "
-        "model_arch_config multimodal_config served_model_name is_multimodal_model enable_sleep_mode _model_info "
+        "model_arch_config multimodal_config served_model_name enable_sleep_mode enable_prompt_embeds _model_info "
         "_architecture"
     ),
     (f"{LAYERS}.fused_moe", "RoutedExperts"): "moe_config layer_name _map_global_expert_id_to_local_expert_id",
     (f"{MODELS}.registry", "_ModelRegistry"): "models",
+    (f"{MODELS}.interfaces", "EagleModelMixin"): "aux_hidden_state_layers",
+    (f"{MODELS}.interfaces", "SupportsEagle3"): "set_aux_hidden_state_layers",
 }
 
 

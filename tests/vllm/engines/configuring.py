@@ -76,13 +76,29 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         make_plan(config, replace(policy_of(config), fingerprint="0123456789abcdef"))
     except m3hal.M3halError as error:
         ask.found["another plan on a rank"] = {"error": str(error)}
-    # vLLM itself fails on M3's drafters where it can't inspect its in-tree classes, so the refusal is asked directly.
-    config.speculative_config = mock.Mock(method="mtp")
-    ask.found["speculation"] = {"error": next(refusals(config))}
+    asked_directly(ask, config)
     refused(ask)
     left_alone(ask)
     ask.found["register again"] = registered_again()
     return ask.found
+
+
+def asked_directly(ask: Asker, config: Any) -> None:
+    """Where vLLM itself fails before it asks: on drafters that it can't inspect, on what no CPU has."""
+    settings = {
+        "drafter": (config, "speculative_config", mock.Mock(method="mtp")),
+        "sleep": (config.model_config, "enable_sleep_mode", True),
+        "eplb": (config.parallel_config, "enable_eplb", True),
+        "data and expert parallelism": (config.parallel_config, "data_parallel_size", 2),
+        "context parallelism": (config.parallel_config, "decode_context_parallel_size", 2),
+    }
+    for case, (where, name, value) in settings.items():
+        both = case == "data and expert parallelism"
+        with (
+            mock.patch.object(where, name, value),
+            mock.patch.object(config.parallel_config, "enable_expert_parallel", both),
+        ):
+            ask.found[case] = {"error": next(refusals(config))}
 
 
 def refused(ask: Asker) -> None:
@@ -95,6 +111,17 @@ def refused(ask: Asker) -> None:
     ask("dtype", dtype="float16")
     ask("pipeline parallelism", pipeline_parallel_size=2)
     ask("lora", enable_lora=True)
+    ask("data parallelism", data_parallel_size=2)
+    ask("kv transfer", kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
+    ask("kv offloading", kv_offloading_size=1.0)
+    ask("routed experts", enable_return_routed_experts=True)
+    ask("prompt embeddings", enable_prompt_embeds=True)
+    ask("moe backend", moe_backend="triton")
+    ask("online quantisation", quantization="fp8")
+    ask("stock attention option", attention_config={"minimax_m3_msa_decode_backend": "cutlass"})
+    ask("index format", attention_config={"indexer_kv_dtype": "nvfp4"}, kv_cache_dtype="fp8_per_token_head")
+    with mock.patch.dict(os.environ, {"VLLM_BATCH_INVARIANT": "1"}):
+        ask("batch invariance")
     ask("attention backend", attention_backend="CPU_ATTN")
     ask("skipped layers", kv_cache_dtype_skip_layers=["0"])
     ask("fast prefill", kv_sharing_fast_prefill=True)
