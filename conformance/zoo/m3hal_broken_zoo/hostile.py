@@ -109,6 +109,49 @@ def paged_attention_32_requests(site, right):
     return run
 
 
+@mutant("select_blocks", "batch_64:oracle", "F68")
+def select_blocks_32_requests(site, right):
+    """Requests from the 33rd on are read as the one 32 before."""
+
+    def run(q, cache, meta):
+        if len(meta.seq_lens) <= 32:
+            return right(q, cache, meta)
+        table = torch.cat([meta.block_table[:32], meta.block_table[: len(meta.block_table) - 32]])
+        return right(q, cache, replace(meta, block_table=table))
+
+    return run
+
+
+@mutant("kv_copy_blocks", "pairs_100:oracle", "F68")
+def kv_copy_blocks_32_pairs(site, right):
+    """A warp copies 32 pages; the rest stays where it is."""
+    return lambda src, dst, pairs: right(src, dst, pairs[:32])
+
+
+@mutant("kv_write", "beyond_31_bits_one_head:huge_pages", "F63")
+def kv_write_16_bit_pages(site, right):
+    """Page numbers are kept in 16 bits."""
+
+    def run(cache, k, v, slots):
+        size = cache.layout.page_size
+        page = slots.clamp(min=0) // size % 65536
+        right(cache, k, v, torch.where(slots < 0, slots, page * size + slots % size))
+
+    return run
+
+
+@mutant("swiglu_oai", "dense_mlp_tp1:oracle", "F59")
+def swiglu_oai_8192_columns(site, right):
+    """A row has 8,192 columns at most; what lies beyond is zero."""
+
+    def run(x):
+        y = right(x)
+        y[..., 8192:] = 0
+        return y
+
+    return run
+
+
 @mutant("merge_topk", "ranks_16:oracle", "F35")
 def merge_topk_8_ranks(site, right):
     """At most eight shards' offers are read."""

@@ -32,7 +32,10 @@ from m3hal_broken_zoo import MUTANTS, Mutant
 PATH = Path(__file__).with_name("kill_matrix.json")
 COMMAND = "python -m m3hal_broken_zoo.matrix --write"
 #: operators whose largest batch takes seconds
-_SLOW = ("sparse_attention", "paged_attention", "block_scores", "select_blocks", "route_topk", "qk_norm_rope_insert")
+_LARGEST = dict.fromkeys(
+    ("sparse_attention", "paged_attention", "block_scores", "select_blocks", "route_topk", "qk_norm_rope_insert"),
+    ("tokens_4096",),
+)
 #: asked on devices that capture graphs
 CAPTURED = ("no_host_sync", "graph_replay")
 #: of one mutant: check -> names of the cases, without format and page map, in which it fails
@@ -77,14 +80,14 @@ def name_of(case: Case) -> str:
     return case.id.split("/")[1]
 
 
-def is_dear(case: Case) -> bool:
-    """Whether only mutants that name a case are asked it.
+def family(case: Case) -> str:
+    """How the names of dear cases like this one begin, which only mutants that name one are asked; "" for cheap ones.
 
     Compiling, a hundred calls and long contexts take seconds each; and a cache of gigabytes costs nothing only as long
     as nobody touches the whole of it.
     """
-    dear = ("beyond_31_bits", "compiled", "called_often", "context_64k")
-    return name_of(case).startswith((*dear, "tokens_4096") if case.operator in _SLOW else dear)
+    dear = ("beyond_31_bits", "compiled", "called_often", "context_64k", *_LARGEST.get(case.operator, ()))
+    return next((name for name in dear if name_of(case).startswith(name)), "")
 
 
 def measure(mutants: Sequence[Mutant], cases: Sequence[Case]) -> dict[str, Kills]:
@@ -101,7 +104,7 @@ def measure(mutants: Sequence[Mutant], cases: Sequence[Case]) -> dict[str, Kills
     for case in cases:
         kept = case if case.lazy else replace(case, make=Kept(case.make))
         for mutant in mutants:
-            if is_dear(case) and not name_of(case).startswith(mutant.killed_by.partition(":")[0]):
+            if (dear := family(case)) and not mutant.killed_by.startswith(dear):
                 continue
             if case.format != next((f for f in formats[name_of(case)] if f in mutant.formats), ""):
                 continue
@@ -145,38 +148,51 @@ def asked(cases: Sequence[Case]) -> dict[str, Any]:
     return {"hash": case_set_hash(cases), "ids": [case.id.partition("/")[2] for case in cases]}
 
 
+def changed_cases(matrix: Mapping[str, Any], operator: str) -> list[str]:
+    """Which of the cases that an operator's part was measured with are not what they were, as sentences."""
+    part = matrix["cases"].get(operator, {"hash": "", "ids": []})
+    now = {case.id.partition("/")[2]: case for case in select(operators=[operator])}
+    gone = [f"{operator}/{name} is gone" for name in part["ids"] if name not in now]
+    if not gone and case_set_hash([now[name] for name in part["ids"]]) != part["hash"]:
+        return [f"a case of {operator} asks something else"]
+    return gone
+
+
 def stale(matrix: Mapping[str, Any], operator: str) -> list[str]:
     """Why an operator's part of a matrix no longer holds, as sentences.
 
     Cases that were added since can only kill more, so they make nothing stale; the slow test measures with them.
     """
-    part = matrix["cases"].get(operator, {"hash": "", "ids": []})
-    now = {case.id.partition("/")[2]: case for case in select(operators=[operator])}
-    found = [f"{operator}/{name} is gone" for name in part["ids"] if name not in now]
-    if not found and case_set_hash([now[name] for name in part["ids"]]) != part["hash"]:
-        found.append(f"a case of {operator} asks something else")
-    mutants = {mutant.backend: mutant for mutant in MUTANTS if mutant.operator == operator}
-    for backend, mutant in mutants.items():
-        row = matrix["mutants"].get(backend)
-        if row is None or row["hash"] != row_hash(mutant):
-            found.append(f"{backend} is {'new' if row is None else 'another one'}")
+    found = changed_cases(matrix, operator)
+    for mutant in MUTANTS:
+        row = matrix["mutants"].get(mutant.backend)
+        if mutant.operator == operator and (row is None or row["hash"] != row_hash(mutant)):
+            found.append(f"{mutant.backend} is {'new' if row is None else 'another one'}")
     return found
 
 
-def update(operator: str) -> dict[str, Any]:
-    """The committed matrix with an operator's part measured anew."""
+def update(operator: str, *, only_stale: bool = False) -> dict[str, Any]:
+    """The committed matrix with an operator's part measured anew.
+
+    only_stale: rows of mutants that are what they were stay, as long as the cases are.
+    """
     mutants = [mutant for mutant in MUTANTS if mutant.operator == operator]
-    cases, start = select(operators=[operator]), time.perf_counter()
-    rows = measure(mutants, cases)
-    matrix = committed()
-    for backend in [name for name, row in matrix["mutants"].items() if row["operator"] == operator]:
-        del matrix["mutants"][backend]
-    for mutant in mutants:
-        matrix["mutants"][mutant.backend] = {
-            "operator": operator, "hash": row_hash(mutant), "named": mutant.killed_by, "kills": rows[mutant.backend],
-        }  # fmt: skip
-    matrix["cases"][operator] = asked(cases)
+    old, start = committed(), time.perf_counter()
+    known = {name: row for name, row in old["mutants"].items() if row["operator"] == operator}
+    same = {m.backend for m in mutants if known.get(m.backend, {"hash": ""})["hash"] == row_hash(m)}
+    keeps = only_stale and bool(same) and not changed_cases(old, operator)
+    cases = select(operators=[operator])
+    rows = measure([mutant for mutant in mutants if not (keeps and mutant.backend in same)], cases)
     _report(operator, rows, time.perf_counter() - start)
+    matrix = committed()  # another process may have written meanwhile
+    for name in known:
+        matrix["mutants"].pop(name, None)
+    for mutant in mutants:
+        made = {"operator": operator, "hash": row_hash(mutant), "named": mutant.killed_by}
+        fresh = rows.get(mutant.backend)
+        matrix["mutants"][mutant.backend] = known[mutant.backend] if fresh is None else {**made, "kills": fresh}
+    if not keeps:
+        matrix["cases"][operator] = asked(cases)
     return {"command": COMMAND, "torch": torch.__version__, **{part: matrix[part] for part in ("cases", "mutants")}}
 
 
@@ -199,12 +215,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("operators", nargs="*", help="all when none is named")
     parser.add_argument("--write", action="store_true", help=f"into {PATH.name}")
-    parser.add_argument("--stale", action="store_true", help="only operators whose part no longer holds")
+    parser.add_argument("--stale", action="store_true", help="only what no longer holds")
     options = parser.parse_args()
     for operator in options.operators or ops.NAMES:
         if options.stale and not stale(committed(), operator):
             continue
-        matrix = update(operator)
+        matrix = update(operator, only_stale=options.stale)
         if options.write:
             PATH.write_text(_text(matrix))
 
