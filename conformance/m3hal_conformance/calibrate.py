@@ -24,10 +24,10 @@ from m3hal_conformance.case import Case
 from m3hal_conformance.compare import Score, compare
 from m3hal_conformance.harness import Named, cloned, named
 from m3hal_conformance.legitimate import EVALUATIONS
-from m3hal_conformance.oracle import BITWISE
+from m3hal_conformance.oracle import BITWISE, UncalibratedError
 from m3hal_conformance.sizes import CPU
 from m3hal_conformance.suite import all_cases
-from m3hal_conformance.tolerance import PATH, UncalibratedError, is_unbounded, key_of
+from m3hal_conformance.tolerance import PATH, is_unbounded, key_of
 
 SEEDS = (0, 1, 2)
 _ATTENTION = ("sparse_attention", "paged_attention")

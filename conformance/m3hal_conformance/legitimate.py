@@ -239,7 +239,8 @@ def qk_norm_rope_insert(
     index_slots: Tensor | None,
 ) -> Any:
     def turned(part: Tensor, weight: Tensor, dim: int) -> Tensor:
-        normed = _norm(part.unflatten(1, (part.shape[1] // dim, dim)).float(), weight, site)
+        heads = part.unflatten(1, (part.shape[1] // dim, dim))  # type: ignore[no-untyped-call]
+        normed = _norm(heads.float(), weight, site)
         if traits.get("norm_rope_round") == "bfloat16":
             normed = normed.bfloat16().float()
         return _rope(normed, positions, cos_sin, site.rotary_dim, traits)
@@ -251,7 +252,7 @@ def qk_norm_rope_insert(
     dim, idim = site.head_dim, site.index_dim
     widths = [site.num_q_heads * dim, site.num_kv_heads * dim, site.num_kv_heads * dim]
     index = [site.num_index_heads * idim, idim] if site.num_index_heads else []
-    q, k, v, *rest = qkv.split(widths + index, -1)
+    q, k, v, *rest = qkv.split(widths + index, -1)  # type: ignore[no-untyped-call]
     store(kv, turned(k, norms.k, dim), v.unflatten(1, (v.shape[1] // dim, dim)), slots)
     turned_q = turned(q, norms.q, dim).to(qkv.dtype)
     if not rest or index_cache is None or norms.index_q is None or norms.index_k is None or index_slots is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,7 +206,7 @@ def updated_weights(trial: Trial) -> list[Score] | None:
         options["workspace"] = torch.zeros(bound.workspace_bytes, dtype=torch.uint8, device=trial.device)
     scores: list[Score] = []
     for first, count in ((2, 2), (len(mixed.w13) - 1, 1), (0, 3)):
-        part = map_tensors(fresh, lambda tensor, rows=slice(first, first + count): tensor[rows].clone())
+        part = map_tensors(fresh, partial(_rows_of, first, count))
         bound.update_weights(packed, first, part)
         for (_, target), (_, source) in zip(tensors(mixed), tensors(part), strict=True):
             target[first : first + count] = source.cpu()
@@ -265,6 +266,10 @@ def huge_pages_read(trial: Trial) -> list[Score]:
     _same(together, trial.call(inputs).outputs, "with pages past 31 bits of offset, the result differs")
     sub = replace_exact(trial, oracles.exact(trial.operator, trial.case.site, close))
     return sub.require(together, "against the oracle")
+
+
+def _rows_of(first: int, count: int, tensor: Tensor) -> Tensor:
+    return tensor[first : first + count].clone()
 
 
 def replace_exact(trial: Trial, oracle: dict[str, Tensor]) -> Trial:

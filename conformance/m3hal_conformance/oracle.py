@@ -20,6 +20,7 @@ from m3hal.formats import PLAIN_FORMATS
 from m3hal.layouts import PagedCache
 from m3hal.ops import ExpertWeights, Operator, Trait
 from m3hal.shape import Site
+from m3hal_conformance.decoder import Part
 from m3hal_conformance.harness import Named, cloned, named, widened
 from m3hal_conformance.storage import vectors
 
@@ -55,8 +56,8 @@ def declared(operator: Operator, site: Site, inputs: Mapping[str, Any], traits: 
     try:
         return _evaluate(operator, site, inputs, emulated, wide=not set(emulated) & set(_IN_THEIR_OWN_DTYPE))
     except ValueError as error:  # such as a width that does not fill the groups of a declared activation format
-        traits = ", ".join(map("=".join, emulated.items()))
-        raise UncalibratedError(f"the definition can't take {traits} here: {error}") from error
+        told = ", ".join(map("=".join, emulated.items()))
+        raise UncalibratedError(f"the definition can't take {told} here: {error}") from error
 
 
 def concerning(operator: Operator, site: Site, inputs: Mapping[str, Any], traits: Mapping[str, str]) -> dict[str, str]:
@@ -177,7 +178,8 @@ def _write_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run,
     if traits.get("nvfp4_quantizer", "division") == "division":
         return {}
     found: Named = {}
-    for part, numbers in (("k", given["k"]), ("v", given["v"])):
+    parts: tuple[tuple[Part, Any], ...] = (("k", given["k"]), ("v", given["v"]))
+    for part, numbers in parts:
         if numbers is not None:
             through = numbers.bfloat16() if traits.get("double_rounding") == "bfloat16" else numbers
             exact = through.double()

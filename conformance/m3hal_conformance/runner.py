@@ -24,10 +24,10 @@ from m3hal_conformance.buckets import misfit, sizes
 from m3hal_conformance.case import MAX_TOKENS, Case, make_site, shape_of
 from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.harness import torch_threads
+from m3hal_conformance.oracle import UncalibratedError
 from m3hal_conformance.page_map import PageMap
 from m3hal_conformance.results import CheckResult, Result
 from m3hal_conformance.sizes import CPU, DEVICE, Sizes, sizes_of
-from m3hal_conformance.tolerance import UncalibratedError
 from m3hal_conformance.trees import tensors
 from m3hal_conformance.trial import CheckFailed, Trial, Unsupported
 

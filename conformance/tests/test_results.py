@@ -242,7 +242,7 @@ def test_html_page_answers(claim):
 
 
 def test_html_page_of_the_worst_run_is_small(claim):
-    """Every case of the suite fails in many checks, and the page still opens: all cases are on it, the worst in full."""
+    """Every case of the suite fails in many checks, and the page still opens: all cases are on it."""
     many = tuple(CheckResult(f"check{n}", False, 2.0 + n, "far from it & so on, " * 40) for n in range(9))
     results = [result(case.id, "fail", many) for case in all_cases()]
     text = page(claim[0], results)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
+from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
 from m3hal_conformance.inputs import Batch
 from m3hal_conformance.suite._build import LIGHT, ask, every_other, in_wide_row
 from m3hal_conformance.suite._paged import (
@@ -61,7 +61,7 @@ def _with_future(rng: Rng, held: Batch, site: Site) -> Tensor:
     return ids
 
 
-def _inputs(lengths: Lengths, ids: Ids | None, *, outer: int = 1, max_k: int = 0):  # type: ignore[no-untyped-def]
+def _inputs(lengths: Lengths, ids: Ids | None, *, outer: int = 1, max_k: int = 0) -> Callable[..., Inputs]:
     def make(rng: Rng, site: Site, kind: str = "hnd") -> Inputs:
         held = requests(rng, lengths, site.page_size, max_k=max_k)
         found = block_inputs(rng, site, held)
@@ -72,7 +72,9 @@ def _inputs(lengths: Lengths, ids: Ids | None, *, outer: int = 1, max_k: int = 0
     return make
 
 
-def _edited(lengths: Lengths, ids: Ids | None, edit: Callable[[Rng, Tensor, list[Tensor], list[Tensor]], Any]):  # type: ignore[no-untyped-def]
+def _edited(
+    lengths: Lengths, ids: Ids | None, edit: Callable[[Rng, Tensor, list[Tensor], list[Tensor]], Any]
+) -> Callable[..., Inputs]:
     """Attention inputs whose q, keys and values ``edit`` makes."""
 
     def make(rng: Rng, site: Site, kind: str = "hnd") -> Inputs:
@@ -132,7 +134,7 @@ def _visible_nan(rng: Rng, q: Tensor, keys: list[Tensor], values: list[Tensor]) 
     return q, keys, values
 
 
-def _shared_pages(ids: Ids | None):  # type: ignore[no-untyped-def]
+def _shared_pages(ids: Ids | None) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         inputs = _inputs([(2, 400), (3, 700)], ids)(rng, site)
         inputs["meta"].block_table[1, :3] = inputs["meta"].block_table[0, :3]
@@ -141,18 +143,18 @@ def _shared_pages(ids: Ids | None):  # type: ignore[no-untyped-def]
     return make
 
 
-def _fused_row(ids: Ids | None):  # type: ignore[no-untyped-def]
+def _fused_row(ids: Ids | None) -> Make:
     """q as a slice of the projection's row."""
 
     def make(rng: Rng, site: Site) -> Inputs:
         inputs = _inputs(RAGGED, ids)(rng, site)
         flat = in_wide_row(inputs["q"].flatten(1), 0, 640)
-        return {**inputs, "q": flat.unflatten(1, inputs["q"].shape[1:])}
+        return {**inputs, "q": flat.unflatten(1, inputs["q"].shape[1:])}  # type: ignore[no-untyped-call]
 
     return make
 
 
-def _huge(ids: Ids | None):  # type: ignore[no-untyped-def]
+def _huge(ids: Ids | None) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         inputs = _inputs([(1, 700), (2, 300)], ids)(rng, site)
         kv, meta = in_huge_cache(inputs["kv"], inputs["meta"])
@@ -171,7 +173,7 @@ def _strided_cache(rng: Rng, site: Site) -> Inputs:
     return {**inputs, "kv": replace(inputs["kv"], buf=in_wide_row(inputs["kv"].buf, 8, 24))}
 
 
-def _spread_table(ids: Ids | None):  # type: ignore[no-untyped-def]
+def _spread_table(ids: Ids | None) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         inputs = _inputs(RAGGED, ids)(rng, site)
         meta = inputs["meta"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m3hal_conformance.case import Case, Inputs, Rng, Site, dtype_of
+from m3hal_conformance.case import Case, Inputs, MakeIn, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import ask
 from m3hal_conformance.suite._paged import Lengths, block_inputs, choose, filled, index_layout, kv_layout, requests
 
@@ -73,7 +73,7 @@ def _outside_window(rng: Rng, site: Site, kind: str) -> Inputs:
     return {"q": found.q, "kv": kv, "meta": held.meta}
 
 
-def _large_future(sparse: bool):  # type: ignore[no-untyped-def]
+def _large_future(sparse: bool) -> MakeIn:
     """Each later token of a chunk is a hundred times larger: a row that sees one of them is nothing else any more."""
 
     def make(rng: Rng, site: Site, kind: str) -> Inputs:

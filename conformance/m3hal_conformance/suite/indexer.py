@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ MIXED: Lengths = [(1, 1), (1, 127), (4, 128), (1, 129), (3, 300), (1, 0), (0, 20
 RELATIONS = ("stale", "permuted_pages", "permuted_requests", "row_alone")
 
 
-def _needles(lengths: Lengths, *, outer: int = 1, max_k: int = 0):  # type: ignore[no-untyped-def]
+def _needles(lengths: Lengths, *, outer: int = 1, max_k: int = 0) -> Callable[..., Inputs]:
     """One key decides each block; the rest of the cache, and what pages hold past the end, is stale."""
 
     def make(rng: Rng, site: Site, kind: str = "hnd") -> Inputs:
@@ -35,7 +35,7 @@ def _needles(lengths: Lengths, *, outer: int = 1, max_k: int = 0):  # type: igno
     return make
 
 
-def _with(lengths: Lengths, edit: Any, **options: Any):  # type: ignore[no-untyped-def]
+def _with(lengths: Lengths, edit: Any, **options: Any) -> Callable[..., Inputs]:
     """Index inputs whose queries and keys ``edit(rng, index_q, keys)`` replaces before they are stored."""
 
     def make(rng: Rng, site: Site, kind: str = "hnd") -> Inputs:
@@ -114,7 +114,7 @@ def _shared_pages(rng: Rng, site: Site) -> Inputs:
 def _fused_row(rng: Rng, site: Site) -> Inputs:
     inputs = _needles([(3, 300), (1, 129)])(rng, site)
     flat = in_wide_row(inputs["index_q"].flatten(1), 256, 128)
-    return {**inputs, "index_q": flat.unflatten(1, inputs["index_q"].shape[1:])}
+    return {**inputs, "index_q": flat.unflatten(1, inputs["index_q"].shape[1:])}  # type: ignore[no-untyped-call]
 
 
 def _both(op: str, name: str, make: Any, **options: Any) -> list[Case]:

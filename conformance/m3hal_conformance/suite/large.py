@@ -16,7 +16,7 @@ from torch import Tensor
 from m3hal.formats import QTensor
 from m3hal.ops import ExpertWeights
 from m3hal.shape import Site
-from m3hal_conformance.case import Case, Inputs, Rng, dtype_of
+from m3hal_conformance.case import Case, Inputs, Make, MakeIn, Rng, dtype_of
 from m3hal_conformance.sizes import DEVICE
 from m3hal_conformance.suite._build import LIGHT, ask
 from m3hal_conformance.suite._paged import Lengths
@@ -64,12 +64,13 @@ def _routing(rng: Rng, tokens: int, experts: int, k: int) -> tuple[Tensor, Tenso
     return rng.uniform(0.25, 1.0, tokens, k), ids.gather(1, order).int()
 
 
-def _experts(tokens: int, format: str, inner: int):  # type: ignore[no-untyped-def]
+def _experts(tokens: int, format: str, inner: int) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         count = site.num_local_experts
         weights, ids = _routing(rng, tokens, count, site.top_k_experts)
         drawn = _some_experts(site.dtype if format == "" else format, inner)
-        experts = ExpertWeights(*(_spread(weight, count) for weight in drawn))
+        w13, w2 = (_spread(weight, count) for weight in drawn)
+        experts = ExpertWeights(w13, w2)
         return {"x": rng.normal(tokens, H).to(dtype_of(site)), "weights": weights, "ids": ids, "experts": experts}
 
     return make
@@ -78,7 +79,7 @@ def _experts(tokens: int, format: str, inner: int):  # type: ignore[no-untyped-d
 def _moe() -> list[Case]:
     cases: list[Case] = []
     for format in ("", "fp8_e4m3", "mxfp8", "mxfp4", "nvfp4"):
-        stored = {"weight_format": format} if format else {}
+        stored: dict[str, Any] = {"weight_format": format} if format else {}
         for tokens in (1, 40) if format else (1, 40, 300):
             cases += ask(
                 "moe_experts",
@@ -107,7 +108,7 @@ def _contexts() -> list[Case]:
             "max_context": DEVICE.context, **stored,
         }  # fmt: skip
 
-        def at(make, layout=layout):  # type: ignore[no-untyped-def]
+        def at(make: MakeIn, layout: str = layout) -> Make:
             return lambda rng, site: make(rng, site, layout)
 
         name = f"{format}_device_context".removeprefix("_")

@@ -12,7 +12,7 @@ from m3hal import formats
 from m3hal.formats import QTensor, nvfp4, spec_of
 from m3hal.ops import ExpertWeights
 from m3hal.shape import Site
-from m3hal_conformance.case import Case, Inputs, Rng, dtype_of
+from m3hal_conformance.case import Case, Inputs, Make, Rng, dtype_of
 from m3hal_conformance.inputs import hot_routing
 from m3hal_conformance.suite._build import ask
 
@@ -26,7 +26,7 @@ def _stored(x: Tensor, format: str) -> QTensor:
     return formats.quantize(x, spec_of(format))
 
 
-def _product(width: int, format: str):  # type: ignore[no-untyped-def]
+def _product(width: int, format: str) -> Make:
     def make(rng: Rng, site: Site) -> Inputs:
         x, weight = rng.normal(9, width).to(dtype_of(site)), rng.normal(136, width) * width**-0.5
         return {"x": x, "weight": _stored(weight, format)}
@@ -80,7 +80,7 @@ def _groups(rows: int, width: int, group: int) -> Tensor:
     return torch.exp2(torch.arange(width) // group % 12 - 6.0).expand(rows, -1)
 
 
-def _grouped_product(format: str):  # type: ignore[no-untyped-def]
+def _grouped_product(format: str) -> Make:
     """Every group of 16 columns counts alike: what is large in the weight is small in x."""
 
     def make(rng: Rng, site: Site) -> Inputs:
@@ -91,7 +91,7 @@ def _grouped_product(format: str):  # type: ignore[no-untyped-def]
     return make
 
 
-def _experts(format: str, *, scaled: bool = False):  # type: ignore[no-untyped-def]
+def _experts(format: str, *, scaled: bool = False) -> Make:
     """scaled: with the global scales of a checkpoint, by which quantised activations are divided, and no others."""
 
     def make(rng: Rng, site: Site) -> Inputs:
@@ -127,7 +127,7 @@ def _weights() -> list[Case]:
 
 
 def _activations() -> list[Case]:
-    def x(rows: int):  # type: ignore[no-untyped-def]
+    def x(rows: int) -> Make:
         return lambda rng, site: {"x": rng.normal(rows, 96) * torch.exp(2 * rng.normal(rows, 1))}
 
     def q(rng: Rng, site: Site) -> Inputs:

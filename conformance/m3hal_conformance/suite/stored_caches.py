@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from m3hal.layouts import CACHE_FORMATS, PagedCache
 from m3hal.ops.kv_write import kv_write
 from m3hal.shape import Site
-from m3hal_conformance.case import Case, Inputs, Rng, dtype_of
+from m3hal_conformance.case import Case, Inputs, MakeIn, Rng, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
 from m3hal_conformance.suite._paged import Lengths, apart, empty, index_layout, kv_layout
 from m3hal_conformance.suite.attention import _few
@@ -67,7 +68,9 @@ def _ties(rng: Rng, x: Tensor) -> Tensor:
     return (step * size[..., None]).flatten(-2)
 
 
-def _write(slots: list[int], edit: Edit = _as_they_are, *, index: bool = False, outer: int = 1, pages: int = 6):  # type: ignore[no-untyped-def]
+def _write(
+    slots: list[int], edit: Edit = _as_they_are, *, index: bool = False, outer: int = 1, pages: int = 6
+) -> MakeIn:
     def make(rng: Rng, site: Site, kind: str) -> Inputs:
         layout = index_layout(site, kind) if index else kv_layout(site, kind)
         shape = (len(slots), layout.heads, layout.dim)
@@ -78,14 +81,14 @@ def _write(slots: list[int], edit: Edit = _as_they_are, *, index: bool = False, 
     return make
 
 
-def _spread(make: Any):  # type: ignore[no-untyped-def]
+def _spread(make: MakeIn) -> MakeIn:
     """The same question, with every cache's rows, slots or pages further apart than their bytes need."""
     return lambda rng, site, kind: {
         name: apart(value) if isinstance(value, PagedCache) else value for name, value in make(rng, site, kind).items()
     }
 
 
-def _labelled(make: Any):  # type: ignore[no-untyped-def]
+def _labelled(make: MakeIn) -> MakeIn:
     """The same bytes, labelled with torch's one-byte float; engines label them either way."""
 
     def labelled(cache: PagedCache) -> PagedCache:
@@ -102,11 +105,11 @@ def _fused_row(rng: Rng, site: Site, kind: str) -> Inputs:
     inputs = _write(SLOTS)(rng, site, kind)
     heads, dim = site.num_kv_heads, site.head_dim
     row = in_wide_row(torch.cat([inputs["k"].flatten(1), inputs["v"].flatten(1)], -1), 64, 8)
-    k, v = row.split(heads * dim, -1)
+    k, v = row.split(heads * dim, -1)  # type: ignore[no-untyped-call]
     return {**inputs, "k": k.unflatten(1, (heads, dim)), "v": v.unflatten(1, (heads, dim))}
 
 
-def _read(slots: list[int], *, index: bool = False, outer: int = 1):  # type: ignore[no-untyped-def]
+def _read(slots: list[int], *, index: bool = False, outer: int = 1) -> MakeIn:
     def make(rng: Rng, site: Site, kind: str) -> Inputs:
         inputs = _write([slot for slot in slots if slot >= 0], _groups_apart, index=index, outer=outer)(rng, site, kind)
         kv_write(*inputs.values())
@@ -122,7 +125,7 @@ def _copy(rng: Rng, site: Site, kind: str) -> Inputs:
     return {"src": src, "dst": dst, "pairs": torch.tensor([(3, 0), (0, 6), (-1, 2), (5, 5), (2, -1), (0, 1)])}
 
 
-def _insert(slots: list[int], positions: list[int], edit: Edit = _as_they_are, **options: Any):  # type: ignore[no-untyped-def]
+def _insert(slots: list[int], positions: list[int], edit: Edit = _as_they_are, **options: Any) -> MakeIn:
     def make(rng: Rng, site: Site, kind: str) -> Inputs:
         inputs = insert(slots, positions, **options)(rng, site, kind)
         return {**inputs, "qkv": edit(rng, inputs["qkv"].float()).to(dtype_of(site))}
@@ -210,6 +213,12 @@ def _index_caches() -> list[Case]:
     ]  # fmt: skip
 
 
+def _asked(
+    op: str, asked: Mapping[str, Any], name: str, make: MakeIn, maps: Sequence[tuple[str, str]] = MAIN, **options: Any
+) -> list[Case]:
+    return _in_maps(op, name, make, maps, **{**asked, **options})
+
+
 def _attention() -> list[Case]:
     """Both attention operators over every cache format; what differs from plain caches is how a key is read."""
     relations = ("stale", "permuted_pages", "permuted_requests", "row_alone")
@@ -217,8 +226,7 @@ def _attention() -> list[Case]:
     for op, kind, ids in (("sparse_attention", "sparse_attention", _few), ("paged_attention", "dense_attention", None)):
         asked: dict[str, Any] = {"kind": kind, "input_class": "blocks", "tensor_parallel": 2, "return_lse": True}
 
-        def q(name: str, make: Any, maps: Sequence[tuple[str, str]] = MAIN, op=op, asked=asked, **options: Any):  # type: ignore[no-untyped-def]
-            return _in_maps(op, name, make, maps, **{**asked, **options})
+        q = partial(_asked, op, asked)
 
         cases += [
             *q("decode", attention(DECODE, ids), also=relations, bugs=("F19", "F21", "F60"), quick=True),
