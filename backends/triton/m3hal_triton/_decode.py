@@ -34,8 +34,19 @@ def compute_dtype(format: str, dtype: str) -> tl.dtype:
 
 
 def native(device: torch.device) -> bool:
-    """Whether four-bit codes are unpacked by instructions of NVIDIA GPUs; elsewhere Triton's own operations do it."""
+    """Whether there are the instructions of NVIDIA GPUs."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+def in_words(cache: PagedCache, device: torch.device) -> bool:
+    """Whether codes are loaded in words and converted by instructions of NVIDIA GPUs, not by Triton's operations.
+
+    FP8 values that Triton converts, it loads from shared memory byte by byte in the order of the matrix unit.
+    """
+    if cache.layout.format != "fp8_e4m3" or not native(device):
+        return native(device)
+    *steps, column = cache.buf.stride()
+    return column == 1 and not any(step % 8 for step in (cache.buf.data_ptr(), *steps))
 
 
 def check_alignment(cache: PagedCache) -> None:
@@ -75,8 +86,10 @@ def load_keys(
     None.
     """
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
-        words = _words(cache, part, page, head, offset, there, DIM)
+        words = _words(cache, part, page, head, offset, there, DIM // WORD)
         tile = tl.trans(_unpacked(words, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE))
+    elif FORMAT == "fp8_e4m3" and NATIVE:
+        tile = tl.trans(_from_e4m3(_words(cache, part, page, head, offset, there, DIM // 8), DIM, KEYS, COMPUTE))
     else:
         at = cache + (page * part.page + head * part.head + part.codes) + offset * part.token
         at = at[None, :] + tl.arange(0, DIM)[:, None] * part.column
@@ -94,8 +107,10 @@ def load_rows(
 ):  # fmt: skip
     """[KEYS, DIM]; arguments as in :func:`load_keys`."""
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
-        words = _words(cache, part, page, head, offset, there, DIM)
+        words = _words(cache, part, page, head, offset, there, DIM // WORD)
         tile = _unpacked(words, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+    elif FORMAT == "fp8_e4m3" and NATIVE:
+        tile = _from_e4m3(_words(cache, part, page, head, offset, there, DIM // 8), DIM, KEYS, COMPUTE)
     else:
         at = cache + (page * part.page + head * part.head + part.codes) + offset * part.token
         tile = _numbers(_masked(at[:, None] + tl.arange(0, DIM)[None, :] * part.column, there), FORMAT, COMPUTE)
@@ -117,7 +132,10 @@ def load_scales(
         if FORMAT == "mxfp4":
             at = (base + offset * (DIM // 32))[:, None] + word[None, :] // 2
         elif VALUES:
+            # said to be neighbours along words, at odd addresses: as neighbours along tokens, which they are, they would
+            # be read in another order than the codes, and exchanged between threads
             at = (base + offset // 4 * (DIM // 4) + offset % 4)[:, None] + word[None, :] * 4
+            at = tl.multiple_of(tl.max_contiguous(at, [1, 2]), [1, 1])
         else:
             at = tl.max_contiguous((base + offset * (DIM // WORD))[:, None] + word[None, :], [1, 2])
         scales = _masked(at, there)
@@ -174,11 +192,42 @@ def _numbers(tile, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _words(cache, part, page, head, offset, there, DIM: tl.constexpr):
-    """int64 [KEYS, DIM / 16]."""
+def _words(cache, part, page, head, offset, there, COUNT: tl.constexpr):
+    """int64 [KEYS, COUNT]."""
     at = cache + (page * part.page + head * part.head + part.codes) + offset * part.token
     at = at.to(tl.pointer_type(tl.int64))
-    return _masked(at[:, None] + tl.arange(0, DIM // WORD)[None, :], there)
+    return _masked(at[:, None] + tl.arange(0, COUNT)[None, :], there)
+
+
+@triton.jit
+def _hidden(KEYS: tl.constexpr, DIM: tl.constexpr):
+    """What a branch that is always taken replaces.
+
+    A join among what a product's operand is made of has Triton 3.6 read the operand in an order for which there is no
+    matrix load, a fifth more instructions; it does not look into branches, and LLVM takes them away.
+    """
+    return tl.zeros((KEYS, DIM), tl.float16)
+
+
+@triton.jit
+def _from_e4m3(words, DIM: tl.constexpr, KEYS: tl.constexpr, COMPUTE: tl.constexpr):
+    """[KEYS, DIM] of words of eight E4M3 codes."""
+    tile = _hidden(KEYS, DIM)
+    if tl.num_programs(0) > 0:
+        two = tl.join(words, words)
+        four = tl.join(two, two)
+        tile = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b, c, d; mov.b64 {a, b, c, d}, $4; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;"
+            " cvt.rn.f16x2.e4m3x2 $2, c; cvt.rn.f16x2.e4m3x2 $3, d; }",
+            "=r,=r,=r,=r,l,l,l,l,l,l,l,l",
+            [tl.reshape(tl.join(four, four), (KEYS, DIM))],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=8,
+        )
+    if tl.float16 != COMPUTE:
+        tile = tile.to(tl.float32)
+    return tile.to(COMPUTE)
 
 
 @triton.jit
@@ -196,21 +245,22 @@ def _unpacked(
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """[KEYS, DIM] of words of codes and their scales."""
-    codes = _sixteen(words, KEYS, DIM)
     if FORMAT == "mxfp4":
         power = tl.where(scales == 0, 1 << 22, scales.to(tl.int32) << 23)  # E8M0 as fp32: 0 is 2**-127, 255 is NaN
         power = tl.where(scales == 255, 0x7FC00000, power)
         step = _sixteen(power.to(tl.float32, bitcast=True), KEYS, DIM)
-        tile = _halves(codes, DIM).to(tl.float32) * 16384.0 * step
+        tile = _halves(_sixteen(words, KEYS, DIM), DIM).to(tl.float32) * 16384.0 * step
     else:
         lifted = (scales.to(tl.float8e4nv, bitcast=True).to(tl.float16) * _LIFT).to(tl.float16)
         step = _sixteen(lifted, KEYS, DIM)
         if NATIVE:
-            tile = tl.inline_asm_elementwise(
-                _UNPACK, _OPERANDS, [codes, step], dtype=tl.float16, is_pure=True, pack=WORD
-            )
+            tile = _hidden(KEYS, DIM)
+            if tl.num_programs(0) > 0:
+                tile = tl.inline_asm_elementwise(
+                    _UNPACK, _OPERANDS, [_sixteen(words, KEYS, DIM), step], dtype=tl.float16, is_pure=True, pack=WORD
+                )
         else:
-            tile = _halves(codes, DIM) * step
+            tile = _halves(_sixteen(words, KEYS, DIM), DIM) * step
         if tl.float16 != COMPUTE:
             tile = tile.to(tl.float32)
     return tile.to(COMPUTE)

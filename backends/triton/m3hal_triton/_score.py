@@ -1,7 +1,8 @@
 """Scores of key blocks: two kernels, for few and for many query tokens a request.
 
 A row of a tile is one (query token, index head) pair; all heads share the index key, so the pairs of a request are one
-matrix operand and a key block is read once for all of them.
+matrix operand and a key block is read once for all of them. Keys past the end are loaded with their page, or with page
+0 where the table has none: no key takes part in another's products, and what it gives is hidden afterwards.
 """
 
 from __future__ import annotations
@@ -92,18 +93,17 @@ def score_few(
         if PACKED:
             key = low * KEYS + tl.arange(0, KEYS)
             page = _pages_of(low * KEYS, behind, table, table_slot, PAGE, KEYS)
-            following = load_scales(cache, keys, page, 0, key % PAGE, key < behind, DIM, FORMAT, False)
+            following = load_scales(cache, keys, page, 0, key % PAGE, None, DIM, FORMAT, False)
         for step in range(low, high):
             start = step * KEYS
             key = start + tl.arange(0, KEYS)
-            there = key < seq_len
             page = _pages_of(start, behind, table, table_slot, PAGE, KEYS)
             scales = following
             if PACKED:
                 later = key + KEYS
                 page_after = _pages_of(start + KEYS, behind, table, table_slot, PAGE, KEYS)
-                following = load_scales(cache, keys, page_after, 0, later % PAGE, later < behind, DIM, FORMAT, False)
-            tile = load_rows(cache, keys, page, 0, key % PAGE, there, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+                following = load_scales(cache, keys, page_after, 0, later % PAGE, None, DIM, FORMAT, False)
+            tile = load_rows(cache, keys, page, 0, key % PAGE, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
             dots = tl.dot(tile, queries, input_precision=PRECISION)
             dots = tl.where(key[:, None] <= position[None, :], dots, float("-inf"))
             here = tl.reduce(dots, 0, _larger)
@@ -207,10 +207,9 @@ def score_many(
     for step in range(everyone * STEPS, high * STEPS):
         start = step * KEYS
         key = start + tl.arange(0, KEYS)
-        there = key < seq_len
-        page = tl.load(table + key // PAGE * table_slot, mask=there, other=0).to(tl.int64)
-        scales = load_scales(cache, keys, page, 0, key % PAGE, there, DIM, FORMAT, False)
-        tile = load_keys(cache, keys, page, 0, key % PAGE, there, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        page = _pages_of(start, seq_len, table, table_slot, PAGE, KEYS)
+        scales = load_scales(cache, keys, page, 0, key % PAGE, None, DIM, FORMAT, False)
+        tile = load_keys(cache, keys, page, 0, key % PAGE, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         dots = tl.dot(queries, tile, input_precision=PRECISION)
         here = tl.reduce(tl.where(key[None, :] <= position[:, None], dots, float("-inf")), 1, _larger)
         best = tl.where(step % STEPS == 0, here, _larger(best, here))

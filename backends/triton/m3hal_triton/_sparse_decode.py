@@ -151,9 +151,8 @@ def attend(
     if PACKED:
         exists = begin < end
         _, key, page = _locate(begin, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
-        there = (key <= newest) & (begin + key * 0 < end)
-        k_next = load_scales(cache, keys, page, group, key % PAGE, there, DIM, FORMAT, False)
-        v_next = load_scales(cache, values, page, group, key % PAGE, there, DIM, FORMAT, True)
+        k_next = load_scales(cache, keys, page, group, key % PAGE, None, DIM, FORMAT, False)
+        v_next = load_scales(cache, values, page, group, key % PAGE, key <= newest, DIM, FORMAT, True)
     for step in range(begin, end):
         block, key, page = _locate(step, True, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
         there = key <= newest
@@ -162,10 +161,9 @@ def attend(
         if PACKED:
             exists = step + 1 < end
             _, later, page_after = _locate(step + 1, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
-            more = (later <= newest) & (step + 1 + later * 0 < end)
-            k_next = load_scales(cache, keys, page_after, group, later % PAGE, more, DIM, FORMAT, False)
-            v_next = load_scales(cache, values, page_after, group, later % PAGE, more, DIM, FORMAT, True)
-        k_tile = load_keys(cache, keys, page, group, offset, there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+            k_next = load_scales(cache, keys, page_after, group, later % PAGE, None, DIM, FORMAT, False)
+            v_next = load_scales(cache, values, page_after, group, later % PAGE, later <= newest, DIM, FORMAT, True)
+        k_tile = load_keys(cache, keys, page, group, offset, None, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         scores = tl.dot(queries, k_tile, input_precision=PRECISION) * score_factor[:, None]
         visible = key[None, :] <= position[:, None]
         if QT > 1:

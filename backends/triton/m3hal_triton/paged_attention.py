@@ -23,10 +23,10 @@ from m3hal_triton._decode import (
     compute_dtype,
     dims,
     factor,
+    in_words,
     load_keys,
     load_rows,
     load_scales,
-    native,
 )
 from m3hal_triton._launch import (
     DOT_PRECISION,
@@ -123,7 +123,7 @@ class _Run:
             LSE=site.return_lse,
             FORMAT=site.kv_format,
             COMPUTE=compute_dtype(site.kv_format, site.dtype),
-            NATIVE=native(q.device),
+            NATIVE=in_words(kv, q.device),
             PRECISION=DOT_PRECISION,
             EARLY=early,
             num_warps=8 if self._narrow or padded > 64 else 4,
@@ -223,10 +223,9 @@ def attend_dense(
     k_next, v_next = 0, 0
     if FORMAT == "nvfp4":
         key = begin * KEYS + tl.arange(0, KEYS)
-        there = (key < seq_len) & (begin + key * 0 < end)
         page = tl.load(table + begin * KEYS // PAGE * table_slot, mask=begin < end, other=0).to(tl.int64)
-        k_next = load_scales(cache, keys, page, group, key % PAGE, there, DIM, FORMAT, False)
-        v_next = load_scales(cache, values, page, group, key % PAGE, there, DIM, FORMAT, True)
+        k_next = load_scales(cache, keys, page, group, key % PAGE, None, DIM, FORMAT, False)
+        v_next = load_scales(cache, values, page, group, key % PAGE, key < seq_len, DIM, FORMAT, True)
     for step in range(begin, end):
         start = step * KEYS
         page = tl.load(table + (start // PAGE) * table_slot).to(tl.int64)
@@ -236,13 +235,12 @@ def attend_dense(
         k_scales, v_scales = k_next, v_next
         if FORMAT == "nvfp4":
             later = key + KEYS
-            there = (later < seq_len) & (step + 1 + later * 0 < end)
             page_after = tl.load(
                 table + (start + KEYS) // PAGE * table_slot, mask=step + 1 < end, other=0
             ).to(tl.int64)  # fmt: skip
-            k_next = load_scales(cache, keys, page_after, group, later % PAGE, there, DIM, FORMAT, False)
-            v_next = load_scales(cache, values, page_after, group, later % PAGE, there, DIM, FORMAT, True)
-        k_tile = load_keys(cache, keys, page, group, offset, written, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+            k_next = load_scales(cache, keys, page_after, group, later % PAGE, None, DIM, FORMAT, False)
+            v_next = load_scales(cache, values, page_after, group, later % PAGE, later < seq_len, DIM, FORMAT, True)
+        k_tile = load_keys(cache, keys, page, group, offset, None, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         scores = tl.dot(queries, k_tile, input_precision=PRECISION) * score_factor[:, None]
         visible = written[None, :] & live[:, None]
         if CAUSAL:

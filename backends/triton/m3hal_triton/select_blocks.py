@@ -13,7 +13,7 @@ from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton import _pages
-from m3hal_triton._decode import check_alignment, compute_dtype, native
+from m3hal_triton._decode import check_alignment, compute_dtype, in_words
 from m3hal_triton._launch import DOT_PRECISION, after, common_power_of_two, multiprocessors, programmatic
 from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
 from m3hal_triton._score import score_few, score_many
@@ -127,7 +127,7 @@ class _Indexer:
             KEYS=self._keys,
             FORMAT=site.index_format,
             COMPUTE=compute_dtype(site.index_format, site.dtype),
-            NATIVE=native(index_q.device),
+            NATIVE=in_words(cache, index_q.device),
             PRECISION=DOT_PRECISION,
             EARLY=early,
             num_warps=self.tuning.warps,
@@ -169,7 +169,7 @@ class _Indexer:
             REQUESTS=self._requests,
             FORMAT=site.index_format,
             COMPUTE=compute_dtype(site.index_format, site.dtype),
-            NATIVE=native(index_q.device),
+            NATIVE=in_words(cache, index_q.device),
             PRECISION=DOT_PRECISION,
             num_warps=4 if self._narrow else PREFILL.warps,
             num_stages=2 if self._narrow else PREFILL.stages,

@@ -16,7 +16,7 @@ from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton import _pages
 from m3hal_triton import _sparse_prefill as prefill
-from m3hal_triton._decode import check_alignment, compute_dtype, native
+from m3hal_triton._decode import check_alignment, compute_dtype, in_words
 from m3hal_triton._launch import (
     DOT_PRECISION,
     LOG2_E,
@@ -200,7 +200,7 @@ class _Run:
             LSE=site.return_lse,
             FORMAT=site.kv_format,
             COMPUTE=compute_dtype(site.kv_format, site.dtype),
-            NATIVE=native(q.device),
+            NATIVE=in_words(kv, q.device),
             PRECISION=DOT_PRECISION,
             EARLY=early,
             num_warps=tuning.warps,
@@ -289,7 +289,7 @@ class _Run:
             KEYS=site.block_size if whole else self._tuning[0].keys,
             FORMAT=site.kv_format,
             COMPUTE=tl.float32 if self._narrow else tl.bfloat16,
-            NATIVE=native(q.device),
+            NATIVE=in_words(kv, q.device),
             PRECISION=DOT_PRECISION,
             num_warps=4 if self._narrow else PREFILL.warps,
         )

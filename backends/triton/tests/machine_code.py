@@ -126,7 +126,8 @@ def report(target: str, case: str) -> list[dict[str, Any]]:
     # what the GPU's callables would launch, though the tensors are on the CPU
     for module in (select_blocks, sparse_attention, paged_attention, _plan):
         module.multiprocessors = lambda device: 132
-        module.programmatic = module.native = lambda device: not target.startswith("gfx")
+        module.programmatic = lambda device: not target.startswith("gfx")
+        module.in_words = lambda cache, device: not target.startswith("gfx")
     for module in (kv_write, qk_norm_rope_insert):
         module.converts = lambda device: not target.startswith("gfx")
     for function, args, kwargs in record(CASES[case]):
