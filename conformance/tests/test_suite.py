@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from m3hal_conformance.composed import PARTS, check_layer
 from m3hal_conformance.oracle import BITWISE
 from m3hal_conformance.results import Result
 from m3hal_conformance.runner import Runner
+from m3hal_conformance.sizes import CPU, DEVICE, sizes_of
 from m3hal_conformance.suite import all_cases, select
 from m3hal_conformance.tolerance import C, calibration
 from m3hal_conformance.trees import tensors
@@ -68,13 +70,38 @@ def test_real_sizes_are_asked():
     """The real hidden size, heads, page and k are among the cases; nothing exceeds its site."""
     assert any(case.site.num_q_heads == 64 for case in select(operators=["sparse_attention"]))
     assert {c.site.page_size for c in CASES if c.operator == "sparse_attention"} == {64, 128, 256}
-    for case in select(quick=True):
+    for case in (case for case in CASES if case.operator == "moe_experts" and case.sizes == CPU.name):
+        assert case.site.num_local_experts <= CPU.experts or case.site.hidden_size < 1024, case.id
+    for case in select(quick=True)[::7]:
         found = sizes(ops.load(case.operator), case.inputs())
         assert found.get("tokens", 0) <= MAX_TOKENS
         assert found.get("requests", 0) <= MAX_SEQS
         assert found.get("context", 0) <= MAX_CONTEXT
         if case.operator == "topk_blocks":
             assert case.inputs()["scores"].shape[-1] * case.site.block_size <= case.site.max_context, case.id
+
+
+def test_devices_are_asked_about_the_whole_model():
+    """All 128 experts and 64K contexts, in the real hidden size; a CPU is asked none of it, and says why."""
+    large = [case for case in CASES if case.sizes == DEVICE.name]
+    assert {case.operator for case in large} >= {"moe_experts", "block_scores", "sparse_attention", "paged_attention"}
+    experts = [case.site for case in large if case.operator == "moe_experts"]
+    assert {site.hidden_size for site in experts} == {6144}
+    assert max(site.num_local_experts for site in experts) == DEVICE.experts == 128
+    assert max(case.site.max_context for case in large) == DEVICE.context == 65536
+    assert [sizes_of(d).name for d in ("cpu", "cuda:sm_90", "hip:gfx950", "hpu:gaudi2")] == ["cpu", *["device"] * 3]
+    result = Runner("reference", "cpu").run_case(large[0])
+    assert (result.status, "accelerators" in result.reason) == ("unsupported", True)
+
+
+def test_a_devices_sizes_work():
+    """A case of a device's sizes, asked on a CPU that is taken for a device."""
+    runner = Runner("reference", "cpu")
+    runner.__dict__["sizes"] = DEVICE
+    (case,) = select(ids=["block_scores/device_context"])
+    result = runner.run_case(replace(case, checks=("oracle",)))
+    assert result.status == "pass", result.reason or result.sentence
+    assert sizes(ops.load(case.operator), case.inputs())["context"] == DEVICE.context
 
 
 @pytest.mark.parametrize(
@@ -105,8 +132,6 @@ def test_inputs_follow_from_the_id_in_another_process():
 
 def test_case_set_hash_follows_the_cases():
     """A changed check changes the hash of the case set."""
-    from dataclasses import replace
-
     changed = (replace(CASES[0], checks=("oracle",)), *CASES[1:])
     assert case_set_hash(CASES) != case_set_hash(changed)
 

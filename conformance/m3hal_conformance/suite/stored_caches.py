@@ -251,6 +251,27 @@ PAIRS = [
 ]  # fmt: skip
 
 
+def _formats_of(main: str, index: str) -> tuple[str, dict[str, Any]]:
+    """The label of a pair in the names of cases, and its site's formats."""
+    found = {name: f or (lambda dtype: dtype) for name, f in (("kv_format", main), ("index_format", index))}
+    return "_".join(dict.fromkeys(f or "plain" for f in (main, index))), found
+
+
+def _beside() -> list[Case]:
+    """Index caches whose page map follows from the main cache's: bf16 keys beside msa_slot pages lie in hnd."""
+    cases: list[Case] = []
+    for main, index, layout in PAIRS:
+        if main == index:
+            continue
+        label, stored = _formats_of(main, index)
+        asked: dict[str, Any] = {"tensor_parallel": 2, "bugs": ("F24", "F62"), **stored}
+        cases += _in_map("kv_write", f"{label}_index", _write(SLOTS, index=True), layout, **asked)
+        scored = {"input_class": "needles", "also": ("stale",), **asked}
+        cases += _in_map("block_scores", f"{label}_needles", needles(DECODE), layout, **scored)
+        cases += _in_map("select_blocks", f"{label}_long", needles([(1, 2500), (2, 3000)]), layout, **scored)
+    return cases
+
+
 def _inserts() -> list[Case]:
     slots, at = [127, 128, -1, 5 * P + 127, 0, 3 * P, -1], [127, 128, 0, 4095, 1, 640, 77]
     other = [1, 2, 3, 4 * P, -1, 9, 6 * P]
@@ -268,8 +289,7 @@ def _inserts() -> list[Case]:
     ]
     cases: list[Case] = []
     for main, index, kind in PAIRS:
-        stored = {name: f or (lambda dtype: dtype) for name, f in (("kv_format", main), ("index_format", index))}
-        label = "_".join(dict.fromkeys(f or "plain" for f in (main, index)))
+        label, stored = _formats_of(main, index)
         for name, make, options in questions:
             if name == "dense_layer" and main != index:  # a dense layer has no index cache; once for each main format
                 continue
@@ -278,4 +298,4 @@ def _inserts() -> list[Case]:
     return cases
 
 
-CASES = [*_main_caches(), *_index_caches(), *_attention(), *_inserts()]
+CASES = [*_main_caches(), *_index_caches(), *_beside(), *_attention(), *_inserts()]
