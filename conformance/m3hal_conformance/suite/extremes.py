@@ -21,14 +21,14 @@ from m3hal.ops import ExpertWeights
 from m3hal.ops.rope_partial import rope_table
 from m3hal_conformance.case import MAX_TOKENS, Case, Inputs, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
-from m3hal_conformance.suite._paged import Lengths, kv_layout
+from m3hal_conformance.suite._paged import Lengths, in_huge_cache, kv_layout
 from m3hal_conformance.suite._paged import empty as empty_cache
 from m3hal_conformance.suite.attention import _few
 from m3hal_conformance.suite.attention import _inputs as attention
 from m3hal_conformance.suite.experts import _hot, _in_turn, _logits, _moe_inputs, _spread
 from m3hal_conformance.suite.indexer import _needles as needles
 from m3hal_conformance.suite.insert import _inputs as insert
-from m3hal_conformance.suite.kv_cache import _copy, _read, _write
+from m3hal_conformance.suite.kv_cache import _copy, _huge, _read, _write
 from m3hal_conformance.suite.ranking import NAN, ONE, VISIBLE, _mostly_nan, _normal, _scores, _sharded
 from m3hal_conformance.suite.stored_caches import MAIN, SLOTS, _in_maps
 from m3hal_conformance.suite.stored_caches import _write as _write_stored
@@ -116,6 +116,7 @@ def _rows() -> list[Case]:
         *ask("swiglu_oai", "tokens_4096", gated, kind="moe", checks=LARGEST, bugs=("F68",)),
         *ask("swiglu_oai", "wide_range", _edited(_drawn(gate_up=(14, 64)), gate_up=_far_apart), kind="moe", quick=True,
              also=("unbiased", *ROWS)),
+        *ask("swiglu_oai", "dense_mlp_tp1", _drawn(gate_up=(2, 24_576)), kind="dense_mlp", also=("row_alone",)),
         *ask("swiglu_oai", "called_often", _drawn(gate_up=(3, 64)), kind="moe", **OFTEN),
         *[case for format in ("mxfp8", "mxfp4", "nvfp4") for case in ask(
             "dequantize", f"from_{format}_three_axes",
@@ -149,6 +150,13 @@ def _far_slots(rng: Rng, site: Site) -> Inputs:
     return {"cache": cache, "slots": torch.cat([slots, torch.tensor([-1])])}
 
 
+def _hundred_pairs(rng: Rng, site: Site) -> Inputs:
+    layout = kv_layout(site)
+    src, dst = empty_cache(layout, 110, rng), empty_cache(layout, 120, rng)
+    src.buf.copy_(rng.integers(0, 100, *src.buf.shape).to(src.buf.dtype))
+    return {"src": src, "dst": dst, "pairs": torch.stack([rng.permutation(110)[:100], rng.permutation(120)[:100]], 1)}
+
+
 def _caches() -> list[Case]:
     one: dict[str, Any] = {"kind": "sparse_attention", "tensor_parallel": 4}
 
@@ -159,15 +167,19 @@ def _caches() -> list[Case]:
         *ask("kv_write", "tokens_4096", hnd(_write(_many_slots(40), pages=41)), checks=LIGHT, bugs=("F68",), **one),
         *ask("kv_write", "prefill_runs", hnd(_write(_runs())), also=("permuted_rows",), bugs=("F60",), quick=True,
              **one),
+        *ask("kv_write", "beyond_31_bits_one_head", hnd(_huge(index=False)), checks=("huge_pages",), lazy=("cache",),
+             dtypes=("bfloat16",), bugs=("F63",), **one),
         *ask("kv_write", "draft_tree", hnd(_write([8, 10, 9, 11, 128, 130, 129, 131, 3 * P])), bugs=("F60",), **one),
         *ask("kv_write", "called_often", hnd(_write([5, 128, -1], pages=2)), **OFTEN, **one),
         *ask("kv_read", "tokens_4096", hnd(_read(_many_slots(6))), checks=LIGHT, bugs=("F68",), **one),
         *ask("kv_read", "page_16", hnd(_read([15, 16, 0, 40, -1, 95])), page_size=16, bugs=("F25",), quick=True, **one),
         *ask("kv_read", "page_64", hnd(_read([15, 64, 0, 63, -1, 300])), page_size=64, bugs=("F25",), **one),
-        *ask("kv_read", "beyond_31_bits", _far_slots, checks=("huge_slots_read",), dtypes=("bfloat16",),
-             lazy=("cache",), bugs=("F63",), **one),
+        *[case for heads, name in ((4, "beyond_31_bits"), (1, "beyond_31_bits_one_head")) for case in ask(
+            "kv_read", name, _far_slots, checks=("huge_slots_read",), dtypes=("bfloat16",), lazy=("cache",),
+            bugs=("F63",), kind="sparse_attention", tensor_parallel=4 // heads)],
         *ask("kv_copy_blocks", "page_16", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)])), page_size=16, bugs=("F25",),
              quick=True, **one),
+        *ask("kv_copy_blocks", "pairs_100", _hundred_pairs, page_size=16, bugs=("F68",), also=("rerun",), **one),
         *ask("kv_copy_blocks", "index_page_64", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)], index=True)), page_size=64,
              bugs=("F24", "F25"), **one),
         *ask("kv_copy_blocks", "ring_within_one_cache", hnd(_copy([(0, 1), (1, 2), (2, 0)], inside=True)), checks=LIGHT,
@@ -241,6 +253,17 @@ def _value_sizes(make: Make) -> Make:
     return far
 
 
+def _huge_cache(make: Make, name: str) -> Make:
+    """The same pages at both ends of a cache that goes past 31 bits."""
+
+    def huge(rng: Rng, site: Site) -> Inputs:
+        inputs = make(rng, site)
+        cache, meta = in_huge_cache(inputs[name], inputs["meta"])
+        return {**inputs, name: cache, "meta": meta}
+
+    return huge
+
+
 def _attention() -> list[Case]:
     cases: list[Case] = []
     for op, kind, ids in (("sparse_attention", "sparse_attention", _few), ("paged_attention", "dense_attention", None)):
@@ -260,6 +283,8 @@ def _attention() -> list[Case]:
                  **two),
             *ask(op, "odd_address", _edited(attention([(2, 300), (1, 129)], ids), q=in_wide_row), quick=True,
                  bugs=("F65",), **two),
+            *ask(op, "beyond_31_bits_one_head", _huge_cache(attention([(1, 700), (2, 300)], ids), "kv"), bugs=("F63",),
+                 lazy=("kv",), checks=("huge_pages_read",), dtypes=("bfloat16",), **{**asked, "tensor_parallel": 4}),
             *ask(op, "called_often", attention([(1, 40), (1, 3)], ids), **OFTEN, **asked),
         ]  # fmt: skip
     sixty_four = attention([(1, 60 + 9 * n) for n in range(64)], None)
@@ -295,6 +320,11 @@ def _indexer() -> list[Case]:
         ]  # fmt: skip
     return [
         *cases,
+        *ask("block_scores", "beyond_31_bits_page_64", _huge_cache(needles([(1, 700), (2, 300)]), "index_cache"),
+             kind="sparse_attention", page_size=64, checks=("huge_pages_read",), dtypes=("bfloat16",),
+             lazy=("index_cache",), input_class="needles", bugs=("F63",)),
+        *ask("select_blocks", "batch_64", needles([(1, 40 + 53 * n) for n in range(64)]), kind="sparse_attention",
+             checks=LIGHT, also=("permuted_requests",), input_class="needles", bugs=("F68",)),
         *ask("block_scores", "bound_too_small_for_one", needles([(1, 2048), (2, 900), (1, 100)]), bugs=("F18",),
              kind="sparse_attention", checks=("host_bound",), input_class="needles"),
     ]  # fmt: skip
