@@ -9,15 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
 
 import harness as h
 import torch
-from m3hal_triton import qk_norm_rope_insert, select_blocks, sparse_attention, topk_blocks
-
-from m3hal.ops import QKNorms, load
-from m3hal.ops.rope_partial import rope_table
+from m3hal_triton import select_blocks, sparse_attention, topk_blocks
 
 SCALE = 128**-0.5
 
@@ -340,65 +336,7 @@ def prefill(peer):
                 h.row("sparse prefill", f"{case} {kind}", times, floor_us=floor, **errors)
 
 
-def insert(peer):
-    """qk-norm, RoPE and cache insertion; the peer is vLLM's CUDA operator, which also rewrites k and v in the row."""
-    h.load_cuda_ops(peer.folder)
-    pages = 512
-    for tp in (1, 4):
-        site = h.site(tp)
-        q_heads, heads = site.num_q_heads, site.num_kv_heads
-        width = (q_heads + 3 * heads + 1) * 128
-        weights = [torch.randn(128, device=h.DEVICE, dtype=torch.bfloat16) * 0.1 for _ in range(4)]
-        table = rope_table(65536, 64, 5e6, h.DEVICE)
-        narrow = table.bfloat16()  # the peer wants the row's dtype: half the bytes, and a rounded angle
-        run = qk_norm_rope_insert.qk_norm_rope_insert(site)
-        for tokens in (1, 64, 512, 8192):
-            count = max(2, min(16, -(-2 * 10**8 // (tokens * width * 2))))
-            rows = [torch.randn(tokens, width, device=h.DEVICE, dtype=torch.bfloat16) for _ in range(count)]
-            positions = torch.randint(0, 65536, (tokens,), device=h.DEVICE)
-            slots = torch.randperm(pages * 128, device=h.DEVICE)[:tokens]
-            caches = [(h.cache(pages, heads, True), h.cache(pages, 1, False)) for _ in range(2)]
-            outs = [
-                (
-                    torch.full((tokens, q_heads, 128), float("nan"), device=h.DEVICE, dtype=torch.bfloat16),
-                    torch.full((tokens, heads, 128), float("nan"), device=h.DEVICE, dtype=torch.bfloat16),
-                )
-                for _ in range(2)
-            ]
-            norms = QKNorms(*weights)
-            op = torch.ops._C.fused_minimax_m3_qknorm_rope_kv_insert
-            flat = caches[1][1].buf.view(pages, 128, 128)
-
-            def ours(row):
-                run(row, norms, positions, table, *caches[0], slots, slots, out=outs[0])
-
-            def theirs(row):
-                op(
-                    row, weights[0], weights[1], narrow, positions, q_heads, heads, 64, site.eps, weights[2],
-                    weights[3], heads, slots, slots, caches[1][0].buf, flat, 128, outs[1][0].view(tokens, -1),
-                    outs[1][1].view(tokens, -1), "auto", False, None, 1.0, None, None,
-                )  # fmt: skip
-
-            ours(rows[0])
-            theirs(rows[0].clone())
-            definition = load("qk_norm_rope_insert")
-            wide = [replace(c, buf=c.buf.double()) for c in caches[0]]
-            exact = definition.reference(
-                rows[0].double(), QKNorms(*(w.double() for w in weights)), positions, table.double(), *wide, slots,
-                slots, **definition.static_values(site),
-            )  # fmt: skip
-            errors = {
-                f"error_{n}": max(h.relative(o, e) for o, e in zip(out, exact, strict=True))
-                for n, out in zip(("m3hal", "vllm"), outs, strict=True)
-            }
-            errors["cache"] = h.relative(caches[0][0].k[:, :, :].reshape(-1, 128), wide[0].k.reshape(-1, 128))
-            calls = {"vllm": [lambda r=r: theirs(r) for r in rows], "m3hal": [lambda r=r: ours(r) for r in rows]}
-            times = h.graphs(calls, calls=16)
-            size = tokens * 256 * ((q_heads + 3 * heads + 1) + (q_heads + heads) + (2 * heads + 1))
-            h.row("insert", f"TP{tp} {tokens}", times, floor_us=size / 4.26e6, **errors)
-
-
-SECTIONS = {"insert": insert, "select_decode": select_decode, "sparse_decode": sparse_decode, "prefill": prefill}
+SECTIONS = {"select_decode": select_decode, "sparse_decode": sparse_decode, "prefill": prefill}
 SECTIONS["sparse_prefill_fp8"] = sparse_prefill_fp8
 
 

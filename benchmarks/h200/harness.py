@@ -209,13 +209,14 @@ def row(operator: str, case: str, times: dict[str, float], ours: str = "m3hal", 
     """Keeps and prints one row; ratio = best peer / ours."""
     rivals = {name: t for name, t in times.items() if not name.startswith(ours)}
     best = min((t for name, t in times.items() if name.startswith(ours)), default=float("nan"))
-    ratio = min(rivals.values()) / best if rivals and times else float("nan")
+    ratio = min(rivals.values()) / best if rivals and times else None
     ROWS.append({"operator": operator, "case": case, "us": times, "ratio": ratio, **facts})
     shown = "  ".join(f"{name} {t:.1f}" for name, t in times.items())
     extra = "  ".join(
         f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items()
     )
-    print(f"{operator:24s} {case:28s} ratio {ratio:5.2f} | {shown} | {extra}", flush=True)
+    against = "no peer    " if ratio is None else f"ratio {ratio:5.2f}"
+    print(f"{operator:24s} {case:28s} {against} | {shown} | {extra}", flush=True)
 
 
 def save(path: Path, command: str) -> None:

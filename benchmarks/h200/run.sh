@@ -5,11 +5,15 @@ set -u
 peers=$1 out=$2; shift 2
 export PYTHONPATH=.:backends/triton:conformance TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/m3hal-triton-cache}
 sections=("$@"); [ ${#sections[@]} -gt 0 ] || sections=(select_decode sparse_decode prefill insert)
+measure() {
+  local script="attention.py $1"; [ "$1" != insert ] || script=insert.py
+  timeout 200 python3 benchmarks/h200/$script --peers "$peers" --out "$out"
+}
 for section in "${sections[@]}"; do
-  WARM=1 timeout 200 python3 benchmarks/h200/attention.py "$section" --peers "$peers" --out "$out" >"$out/warm_$section.log" 2>&1 &
+  WARM=1 measure "$section" >"$out/warm_$section.log" 2>&1 &
 done
 wait
 for section in "${sections[@]}"; do
   grep -A3 Traceback "$out/warm_$section.log" | head -8
-  timeout 200 python3 benchmarks/h200/attention.py "$section" --peers "$peers" --out "$out"
+  measure "$section"
 done

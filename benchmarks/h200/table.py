@@ -15,7 +15,8 @@ def table(path: Path) -> str:
     for row in rows:
         times = [f"{row['us'][n]:.1f}" if n in row["us"] else "" for n in names]
         floor = f"{row['floor_us']:.1f}" if "floor_us" in row else ""
-        cells = [f"{row['operator']} {row['case']}", floor, f"{row['us']['m3hal']:.1f}", *times, f"{row['ratio']:.2f}"]
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        cells = [f"{row['operator']} {row['case']}", floor, f"{row['us']['m3hal']:.1f}", *times, ratio]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
