@@ -21,7 +21,7 @@ from m3hal.ops import ExpertWeights
 from m3hal.ops.rope_partial import rope_table
 from m3hal_conformance.case import MAX_TOKENS, Case, Inputs, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
-from m3hal_conformance.suite._paged import Lengths, in_huge_cache, kv_layout
+from m3hal_conformance.suite._paged import Lengths, in_huge_cache, index_layout, kv_layout
 from m3hal_conformance.suite._paged import empty as empty_cache
 from m3hal_conformance.suite.attention import _few
 from m3hal_conformance.suite.attention import _inputs as attention
@@ -36,6 +36,7 @@ from m3hal_conformance.suite.stored_caches import _write as _write_stored
 P = 128
 Make = Callable[[Rng, Site], Inputs]
 LARGEST = (*LIGHT, "unbiased")
+LARGEST_ROWS = (*LARGEST, "permuted_rows")
 ROWS = ("row_alone", "permuted_rows")
 REQUESTS = ("row_alone", "permuted_requests")
 OFTEN: dict[str, Any] = {"checks": ("oracle", "many_calls"), "bugs": ("F34",), "dtypes": ("bfloat16",)}
@@ -92,7 +93,7 @@ def _rows() -> list[Case]:
 
         off = dict.fromkeys(names, in_wide_row)
         cases += [
-            *ask(op, "tokens_4096", rows(MAX_TOKENS, 128), checks=LARGEST, bugs=("F68",), **norm),
+            *ask(op, "tokens_4096", rows(MAX_TOKENS, 128), checks=LARGEST_ROWS, bugs=("F68",), **norm),
             *ask(op, "odd_address", _edited(rows(9, 128), **off), bugs=("F65",), quick=True, **norm),
             *ask(op, "wide_range", _edited(rows(14, 256), **dict.fromkeys(names, _far_apart)), quick=True, also=ROWS,
                  **norm),
@@ -105,15 +106,15 @@ def _rows() -> list[Case]:
     few = _edited(_drawn(x=(14, 96), weight=(40, 96)), x=_far_apart)
     return [
         *cases,
-        *ask("linear", "tokens_4096", product, checks=LARGEST, bugs=("F68",), **norm),
+        *ask("linear", "tokens_4096", product, checks=LARGEST_ROWS, bugs=("F68",), **norm),
         *ask("linear", "wide_range", few, quick=True, also=("unbiased", *ROWS), input_class="far", **norm),
         *ask("linear", "called_often", _drawn(x=(3, 96), weight=(40, 96)), **OFTEN, **norm),
-        *ask("rope_partial", "tokens_4096", _rotated(MAX_TOKENS), checks=LARGEST, bugs=("F68",), **norm),
+        *ask("rope_partial", "tokens_4096", _rotated(MAX_TOKENS), checks=LARGEST_ROWS, bugs=("F68",), **norm),
         *ask("rope_partial", "other_theta", _rotated(9, 1e4), bugs=("F04",), quick=True, also=("unbiased", *ROWS),
              **norm),
         *ask("rope_partial", "odd_address", _edited(_rotated(9), x=in_wide_row), bugs=("F65",), quick=True, **norm),
         *ask("rope_partial", "called_often", _rotated(3), **OFTEN, **norm),
-        *ask("swiglu_oai", "tokens_4096", gated, kind="moe", checks=LARGEST, bugs=("F68",)),
+        *ask("swiglu_oai", "tokens_4096", gated, kind="moe", checks=LARGEST_ROWS, bugs=("F68",)),
         *ask("swiglu_oai", "wide_range", _edited(_drawn(gate_up=(14, 64)), gate_up=_far_apart), kind="moe", quick=True,
              also=("unbiased", *ROWS)),
         *ask("swiglu_oai", "dense_mlp_tp1", _drawn(gate_up=(2, 24_576)), kind="dense_mlp", also=("row_alone",)),
@@ -150,11 +151,17 @@ def _far_slots(rng: Rng, site: Site) -> Inputs:
     return {"cache": cache, "slots": torch.cat([slots, torch.tensor([-1])])}
 
 
-def _hundred_pairs(rng: Rng, site: Site) -> Inputs:
-    layout = kv_layout(site)
-    src, dst = empty_cache(layout, 110, rng), empty_cache(layout, 120, rng)
-    src.buf.copy_(rng.integers(0, 100, *src.buf.shape).to(src.buf.dtype))
-    return {"src": src, "dst": dst, "pairs": torch.stack([rng.permutation(110)[:100], rng.permutation(120)[:100]], 1)}
+def _hundred_pairs(index: bool) -> Make:
+    """A hundred pages go to a hundred others."""
+
+    def make(rng: Rng, site: Site) -> Inputs:
+        layout = index_layout(site) if index else kv_layout(site)
+        src, dst = empty_cache(layout, 110, rng), empty_cache(layout, 120, rng)
+        src.buf.copy_(rng.integers(0, 100, *src.buf.shape).to(src.buf.dtype))
+        pairs = torch.stack([rng.permutation(110)[:100], rng.permutation(120)[:100]], 1)
+        return {"src": src, "dst": dst, "pairs": pairs}
+
+    return make
 
 
 def _caches() -> list[Case]:
@@ -179,7 +186,8 @@ def _caches() -> list[Case]:
             bugs=("F63",), kind="sparse_attention", tensor_parallel=4 // heads)],
         *ask("kv_copy_blocks", "page_16", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)])), page_size=16, bugs=("F25",),
              quick=True, **one),
-        *ask("kv_copy_blocks", "pairs_100", _hundred_pairs, page_size=16, bugs=("F68",), also=("rerun",), **one),
+        *ask("kv_copy_blocks", "pairs_100", _hundred_pairs(index=False), page_size=16, bugs=("F68",), **one),
+        *ask("kv_copy_blocks", "index_pairs_100", _hundred_pairs(index=True), page_size=16, bugs=("F24", "F68"), **one),
         *ask("kv_copy_blocks", "index_page_64", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)], index=True)), page_size=64,
              bugs=("F24", "F25"), **one),
         *ask("kv_copy_blocks", "ring_within_one_cache", hnd(_copy([(0, 1), (1, 2), (2, 0)], inside=True)), checks=LIGHT,
@@ -392,7 +400,7 @@ def _experts() -> list[Case]:
     own: dict[str, Any] = {"kind": "moe", "hidden_size": 256, "intermediate_size": 96, "num_local_experts": 8}
     many = _moe_inputs(MAX_TOKENS, _all_to_few, 64, 32)
     return [
-        *ask("moe_experts", "tokens_4096", many, checks=LARGEST, bugs=("F68", "F31"), num_local_experts=8, **small),
+        *ask("moe_experts", "tokens_4096", many, checks=LARGEST_ROWS, bugs=("F68", "F31"), num_local_experts=8, **small),
         *ask("moe_experts", "experts_128", _experts_128, bugs=("F43", "F31"), num_local_experts=128, quick=True,
              also=("permuted_experts", "planned_once"), **small),
         *ask("moe_experts", "nan_nowhere", _nan_nowhere, bugs=("F28", "F29"), quick=True, also=ROWS, **own),
