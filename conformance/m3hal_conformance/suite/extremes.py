@@ -400,7 +400,8 @@ def _experts() -> list[Case]:
     own: dict[str, Any] = {"kind": "moe", "hidden_size": 256, "intermediate_size": 96, "num_local_experts": 8}
     many = _moe_inputs(MAX_TOKENS, _all_to_few, 64, 32)
     return [
-        *ask("moe_experts", "tokens_4096", many, checks=LARGEST_ROWS, bugs=("F68", "F31"), num_local_experts=8, **small),
+        *ask("moe_experts", "tokens_4096", many, checks=LARGEST_ROWS, bugs=("F68", "F31"), num_local_experts=8,
+             **small),
         *ask("moe_experts", "experts_128", _experts_128, bugs=("F43", "F31"), num_local_experts=128, quick=True,
              also=("permuted_experts", "planned_once"), **small),
         *ask("moe_experts", "nan_nowhere", _nan_nowhere, bugs=("F28", "F29"), quick=True, also=ROWS, **own),

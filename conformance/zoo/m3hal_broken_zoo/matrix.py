@@ -93,8 +93,8 @@ def family(case: Case) -> str:
 def measure(mutants: Sequence[Mutant], cases: Sequence[Case]) -> dict[str, Kills]:
     """Every mutant in every case; oracles and inputs are made once per case, for all mutants.
 
-    A cell has no format: it is asked in the first one in which the case exists and the mutant is wrong. Page maps are
-    all asked.
+    A cell has no format: it is asked in the first one in which the case exists and the mutant is wrong, and where the
+    mutant names the case in all. Page maps are all asked.
     """
     formats: dict[str, dict[str, None]] = {}
     for case in cases:
@@ -106,7 +106,8 @@ def measure(mutants: Sequence[Mutant], cases: Sequence[Case]) -> dict[str, Kills
         for mutant in mutants:
             if (dear := family(case)) and not mutant.killed_by.startswith(dear):
                 continue
-            if case.format != next((f for f in formats[name_of(case)] if f in mutant.formats), ""):
+            first = next((f for f in formats[name_of(case)] if f in mutant.formats), "")
+            if case.format != first and name_of(case) != mutant.killed_by.partition(":")[0]:
                 continue
             register(mutant.manifest())
             try:
