@@ -33,7 +33,7 @@ from m3hal.layouts import KVLayout, page_map
 from m3hal.ops import QKNorms
 from m3hal.shape import Site
 from m3hal.vllm import opaque
-from m3hal.vllm.cache import CacheLayer
+from m3hal.vllm.cache import CacheLayer, backend_name
 from m3hal.vllm.operators import SiteOperators
 
 
@@ -57,7 +57,8 @@ class M3Attention(nn.Module):
         reader = "sparse_attention" if self.is_sparse else "paged_attention"
         kind = page_map(site.kv_format, operators.layout)
         pages = KVLayout(kind, site.kv_format, site.page_size, site.num_kv_heads, site.head_dim, has_values=True)
-        self.kv = CacheLayer(f"{prefix}.attn", pages, operators.bound[reader], vllm_config)
+        backend = backend_name(operators.layout, vllm_config)
+        self.kv = CacheLayer(f"{prefix}.attn", pages, operators.bound[reader], vllm_config, backend)
         self.attend = operators.run(reader, prefix)
 
         if self.is_sparse:
@@ -66,7 +67,7 @@ class M3Attention(nn.Module):
             kind = page_map(site.index_format, operators.layout)
             index_pages = KVLayout(kind, site.index_format, site.page_size, 1, site.index_dim, has_values=False)
             self.index = CacheLayer(
-                f"{prefix}.attn.index_cache", index_pages, operators.bound["select_blocks"], vllm_config
+                f"{prefix}.attn.index_cache", index_pages, operators.bound["select_blocks"], vllm_config, backend
             )
             self.select = operators.run("select_blocks", prefix)
 

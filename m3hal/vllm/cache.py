@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, MLAAtte
 from m3hal.formats import PLAIN_FORMATS
 from m3hal.layouts import KVLayout, PagedCache
 from m3hal.vllm.metadata import BatchBuilder
+from m3hal.vllm.support import index_format, kv_format
 
 if TYPE_CHECKING:
     from m3hal.dispatch import Bound
@@ -42,17 +44,32 @@ class M3HalCacheBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC,)  # a page is contiguous, and of [heads, tokens, width]: m3hal's hnd
 
 
+def backend_name(layout: str, vllm_config: Any) -> str:
+    """Tells how all caches of a model lie: engines that exchange pages compare it in their handshake.
+
+    layout: the plan's, which together with the formats decides every cache's page map.
+    """
+    return f"M3HAL:{layout}:{kv_format(vllm_config)}:{index_format(vllm_config)}"
+
+
+@cache
+def _backend(name: str) -> type[AttentionBackend]:
+    return type(name, (M3HalCacheBackend,), {"get_name": staticmethod(lambda: name)})
+
+
 class CacheLayer(nn.Module, AttentionLayerBase):
     """One cache of one attention layer, known to vLLM by ``name``.
 
     layout: of a page. With values it is an ordinary KV cache; without, the indexer's keys. All caches of the model land
     in one group of vLLM's allocator and share a block table, so prefix caching covers them alike.
     reader: the operator that reads it; its ``plan_batch`` runs when vLLM builds this cache's metadata.
+    backend: what vLLM calls it, see :func:`backend_name`.
     cache: the pages, once vLLM has allocated them. k_scale, v_scale: parameters of a quantised cache with values.
     """
 
-    def __init__(self, name: str, layout: KVLayout, reader: Bound, vllm_config: Any) -> None:
+    def __init__(self, name: str, layout: KVLayout, reader: Bound, vllm_config: Any, backend: str) -> None:
         super().__init__()
+        self._backend = _backend(backend)
         self.name, self.layout, self.reader = name, layout, reader
         self.kv_cache = torch.tensor([])
         self.cache: PagedCache | None = None
@@ -73,7 +90,7 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         self.cache = PagedCache(pages, self.layout, *scales)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return M3HalCacheBackend
+        return self._backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         layout, slots = self.layout, self.layout.heads

@@ -14,9 +14,11 @@ from vllm.distributed import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
+from m3hal.dispatch import M3halError
 from m3hal.formats import FORMATS, PLAIN_FORMATS, QTensor, spec_of
 from m3hal.formats.nvfp4 import as_multiplier
 from m3hal.ops import ExpertWeights
+from m3hal.reference import write
 from m3hal.shape import Site
 from m3hal.vllm.fp8_experts import BYTES, Pairs, device_profile, to_fp8
 from m3hal.vllm.operators import SiteOperators
@@ -66,8 +68,10 @@ class StoredExperts(nn.Module):
         experts, rows, hidden = site.num_local_experts, site.intermediate_size, site.hidden_size
         for matrix, height, width in (("w13", 2 * rows, hidden), ("w2", hidden, rows)):
             for leaf, tensor in self._parts(experts, height, width).items():
-                setattr(self, matrix + leaf, nn.Parameter(tensor, requires_grad=False))
-        self.packed: Any = self.stored()  # until they are packed after loading
+                parameter: Any = nn.Parameter(tensor, requires_grad=False)
+                parameter.weight_loader = self._put  # vLLM calls it later where weights change while the engine lives
+                setattr(self, matrix + leaf, parameter)
+        self.packed: Any = None  # until all weights are loaded
         self.quant_method = PackExperts(operators)  # vLLM calls it when all weights are loaded, also for dummy weights
 
     def _parts(self, experts: int, height: int, width: int) -> dict[str, torch.Tensor]:
@@ -107,11 +111,17 @@ class StoredExperts(nn.Module):
 
     def _copy(self, local: int, matrix: str, leaf: str, tensor: torch.Tensor) -> set[str]:
         name = ("w2" if matrix == "w2" else "w13") + leaf.removeprefix("weight").replace("input", "_input")
-        target: torch.Tensor = getattr(self, name).data[local]
+        parameter = getattr(self, name)
+        parameter.weight_loader(parameter, tensor, name, local, matrix)
+        return {name}
+
+    def _put(self, param: nn.Parameter, tensor: torch.Tensor, name: str, local: int, matrix: str) -> None:
+        """This rank's slice of a published tensor into the parameter ``name``; vLLM wants it to be called param."""
+        target = param.data[local]
         if name.endswith(("_scale_2", "_input_scale")):
             value = as_multiplier(tensor, is_divisor=False)
-            target[slice(None) if matrix == "w2" else slice(int(matrix == "w3"), int(matrix == "w3") + 1)] = value
-            return {name}
+            (target if matrix == "w2" else target[int(matrix == "w3")]).copy_(value)
+            return
         if matrix != "w2":  # ranks share the rows of gate and up
             gate, up = target.chunk(2)
             target, mine = (gate if matrix == "w1" else up), tensor[self.share.slice(len(tensor))]
@@ -120,7 +130,6 @@ class StoredExperts(nn.Module):
         else:
             mine = tensor[:, self.share.slice(tensor.shape[1])]
         target.copy_(as_stored(mine, target))
-        return {name}
 
     def stored(self) -> ExpertWeights:
         """The experts as the parameters hold them."""
@@ -156,7 +165,8 @@ class PackExperts(QuantizeMethodBase):
     """vLLM's hook after loading: hands the experts to the implementation, which may pack them its own way."""
 
     def __init__(self, operators: SiteOperators) -> None:
-        self._pack = operators.bound["moe_experts"].prepare_weights
+        bound = operators.bound["moe_experts"]
+        self._pack, self._update, self._backend = bound.prepare_weights, bound.update_weights, bound.backend
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("StoredExperts creates its own weights")
@@ -165,10 +175,18 @@ class PackExperts(QuantizeMethodBase):
         raise NotImplementedError("M3MoE computes through the plan")
 
     def process_weights_after_loading(self, layer: StoredExperts) -> None:
-        layer.packed = layer.stored()
+        """The second time, when weights change while the engine lives, in place: captured graphs hold addresses."""
+        experts = layer.stored()
+        if layer.packed is None:
+            layer.packed = experts if self._pack is None else self._pack(experts)
+        elif self._pack is None:
+            write(layer.packed, experts)
+        elif self._update is None:
+            raise M3halError(
+                f"{self._backend}'s moe_experts has no update_weights; start the engine anew to change them."
+            )
+        else:
+            self._update(layer.packed, 0, experts)
         if self._pack is not None:
-            layer.packed = self._pack(layer.packed)
-            for name in [
-                name for name, _ in layer.named_parameters(recurse=False)
-            ]:  # the packed form is all that stays
-                delattr(layer, name)
+            for name in [name for name, _ in layer.named_parameters(recurse=False)]:
+                delattr(layer, name)  # the packed form is all that stays

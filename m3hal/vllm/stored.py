@@ -22,6 +22,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from m3hal.formats import FORMATS, QTensor, spec_of
+from m3hal.reference import write
 from m3hal.vllm import schemes
 from m3hal.vllm.schemes import Schemes
 
@@ -142,7 +143,11 @@ class StoredLinear(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         codes, scale = layer.weight.data.view(torch.uint8), layer.weight_scale.data
         global_scale = layer.weight_scale_2.data if self.format == "nvfp4" else None
-        layer.stored = QTensor(codes, spec_of(self.format), scale, global_scale)
+        weight = QTensor(codes, spec_of(self.format), scale, global_scale)
+        if not hasattr(layer, "stored"):
+            layer.stored = weight
+        else:  # weights change while the engine lives: in place, as captured graphs hold addresses
+            write(layer.stored, weight)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, K] -> [T, N]. MiniMax-M3 has no biases."""

@@ -105,8 +105,7 @@ class Loading:
             raise ValueError(f"the model has no parameter {target}")
         if parameter.element_size() == 1:
             tensor = as_stored(tensor, parameter)
-        loader = getattr(parameter, "weight_loader", default_weight_loader)
-        loader(parameter, tensor) if part is None else loader(parameter, tensor, part)
+        _load(parameter, tensor, *(() if part is None else (part,)))
         self.loaded.add(target)
 
     def _add_cache_scale(self, target: str, published: str, scale: torch.Tensor) -> None:
@@ -115,8 +114,12 @@ class Loading:
         if len(value) != 1 or not torch.isfinite(value).all() or not (value > 0).all():
             raise ValueError(f"the checkpoint's tensor {published} must be one positive number; it is {scale.tolist()}")
         if target in self._parameters:
-            self._parameters[target].data.copy_(value[0])
+            _load(self._parameters[target], value[0])
             self.loaded.add(target)
+
+
+def _load(parameter: nn.Parameter, tensor: torch.Tensor, *part: str | int) -> None:
+    getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor, *part)
 
 
 def load_checkpoint(

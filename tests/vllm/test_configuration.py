@@ -62,6 +62,15 @@ def test_refusal_is_one_sentence(found: Any, case: str, sentence: str) -> None:
     assert "\n" not in message
 
 
+def test_handshake_tells_the_layout(found: Any) -> None:
+    """Engines whose pages or index keys lie otherwise refuse each other: vLLM's own hash does not know index keys."""
+    hashes = dict(found["handshake"])
+    one = hashes.pop("one")
+    assert hashes.pop("the same") == one
+    assert one not in hashes.values()
+    assert len(set(hashes.values())) == 2
+
+
 def test_batch_invariance_is_a_requirement(found: Any) -> None:
     """VLLM_BATCH_INVARIANT=1 asks every implementation for the trait; the reference does not have it, and says so."""
     assert "the policy requires batch_invariant=yes; it declares no" in found["batch invariance"]["error"]

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from m3hal.checkpoint import tiny
+
 pytestmark = pytest.mark.engine
 
 
@@ -55,3 +57,15 @@ def test_drafter_sees_the_streams_and_changes_no_token(
     assert found["drafted"] > 100
     assert max(found["furthest"]) < 1e-4
     assert difference(found["completions"], oracle) == ""
+
+
+@pytest.mark.slow
+def test_other_weights_while_the_engine_lives(
+    engine: Any, checkpoint: Any, prompts: Any, difference: Any, tmp_path: Any
+) -> None:
+    """New weights for all layers, then for one layer's experts: each time the tokens are those of such a checkpoint."""
+    other = tiny.write(tmp_path / "other", seed=1)
+    found = engine("reloaded", checkpoint=checkpoint, other=other, prompts=prompts[1:3])
+    for name, completions in found["rounds"].items():
+        assert difference(completions, found["expected"][name]) == "", name
+    assert found["rounds"]["before"] != found["rounds"]["after"] != found["rounds"]["of a part"]

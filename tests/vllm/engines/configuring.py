@@ -17,6 +17,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 import m3hal
 from m3hal.vllm import plugin, registry
+from m3hal.vllm.cache import backend_name
 from m3hal.vllm.planning import make_plan, policy_of
 from m3hal.vllm.support import refusals
 
@@ -78,6 +79,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         ask.found["another plan on a rank"] = {"error": str(error)}
     asked_directly(ask, config)
     refused(ask)
+    ask.found["handshake"] = handshakes(ask)
     left_alone(ask)
     ask.found["register again"] = registered_again()
     return ask.found
@@ -99,6 +101,25 @@ def asked_directly(ask: Asker, config: Any) -> None:
             mock.patch.object(config.parallel_config, "enable_expert_parallel", both),
         ):
             ask.found[case] = {"error": next(refusals(config))}
+
+
+def handshakes(ask: Asker) -> dict[str, str]:
+    """What vLLM's NIXL connector compares with its peer, by how the caches lie."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
+
+    settings: dict[str, dict[str, Any]] = {
+        "one": {},
+        "the same": {"max_num_seqs": 4},
+        "other index keys": {"attention_config": {"indexer_kv_dtype": "fp8"}},
+    }
+    configs = {name: ask(f"handshake of {name}", **more) for name, more in settings.items()}
+    found = {
+        name: compute_nixl_compatibility_hash(config, backend_name("hnd", config)) for name, config in configs.items()
+    }
+    return {
+        **found,
+        "other pages": compute_nixl_compatibility_hash(configs["one"], backend_name("nhd", configs["one"])),
+    }
 
 
 def refused(ask: Asker) -> None:
