@@ -19,7 +19,7 @@ _MARKS = {"pass": "ok", "fail": "FAIL", "unsupported": "-", "waived": "waived"}
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222}"
     "table{border-collapse:collapse;font-size:14px}td,th{padding:.2em .7em;border-bottom:1px solid #ddd;"
-    "text-align:left;vertical-align:top;overflow-wrap:anywhere}.bad{color:#a40000}.good{color:#006b2d}"
+    "text-align:left;vertical-align:top;overflow-wrap:break-word}.bad{color:#a40000}.good{color:#006b2d}"
     "code{background:#f2f2f2;padding:.1em .3em;overflow-wrap:anywhere}summary{cursor:pointer}"
     ".fail{border-left:4px solid #a40000;padding-left:1em;margin:1em 0}.fail ul{margin:.3em 0}"
 )

@@ -55,7 +55,7 @@ def facts(claim: Mapping[str, Any]) -> dict[str, str]:
         f"{'' if suite['whole'] else ', a part'}, seed {claim['seed']}",
         "executor": executor,
         "sizes": suite.get("sizes", ""),
-        "largest": _largest(claim.get("largest", {})),
+        "largest inputs": _largest(claim.get("largest", {})),
         "tiers": ", ".join(tier for tier, held in claim["tiers"].items() if held) or "none",
     }
 

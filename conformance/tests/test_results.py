@@ -204,7 +204,7 @@ def test_claim_says_what_ran(claim):
     assert "torch" in lines["software"]
     assert made["suite"]["case_set"] in lines["suite"]
     assert "a part" in lines["suite"]
-    assert "7 tokens" in lines["largest"]
+    assert "7 tokens" in lines["largest inputs"]
     assert "case set" in reports.terminal(made, results)
     assert "case set" not in reports.terminal(made, results, selected=True)
 
