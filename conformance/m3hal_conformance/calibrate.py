@@ -45,6 +45,7 @@ _EVALUATED = {
     "rope_table": ("rope_partial", "qk_norm_rope_insert"),
     "kv_scale_used": ("qk_norm_rope_insert",),
     "nvfp4_quantizer": ("qk_norm_rope_insert",),
+    "mx_scale_rule": ("qk_norm_rope_insert",),
     "double_rounding": ("qk_norm_rope_insert",),
     "combine_dtype": ("moe_experts",),
 }

@@ -36,7 +36,7 @@ LEAST = {"ulp": 1.0, "row": 2.0**-23, "regret": 2.0**-23, "rounding": 16.0}
 _ON_THE_WAY = ("double_rounding", "norm_rope_round")
 BF16_UNIT = 2.0**16  # in fp32's
 #: Traits by which a cache holds other numbers than exact ones; only the declared oracle can judge them.
-_STORED_OTHERWISE = ("kv_scale_used", "nvfp4_quantizer", "double_rounding")
+_STORED_OTHERWISE = ("kv_scale_used", "nvfp4_quantizer", "mx_scale_rule", "double_rounding")
 #: What declared traits may cost at most: against the definition that takes them, and against either where none is
 #: emulated. e4m3 has 3 bits: 2.5 % on a flat softmax of 2,048.
 CAP = {"row": 0.08, "ulp": 16.0, "regret": 0.02, "rounding": 2 * BF16_UNIT}

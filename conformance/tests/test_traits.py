@@ -60,6 +60,13 @@ DECLARED = [
     ("kv_write", "fp8_e4m3_page_boundaries/bfloat16", {"kv_scale_used": "no"}, {}),
     ("kv_write", "nvfp4_odd_values/float32-planar", {"nvfp4_quantizer": "reciprocal"}, {}),
     ("kv_write", "fp8_e4m3_page_boundaries/float32", {"double_rounding": "bfloat16"}, {}),
+    ("kv_write", "mxfp4_index/bfloat16-planar", {"mx_scale_rule": "floor"}, {"mx_scale_rule": "ceil"}),
+    (
+        "qk_norm_rope_insert",
+        "nvfp4_mxfp4_page_boundaries/bfloat16-planar",
+        {"mx_scale_rule": "floor"},
+        {"mx_scale_rule": "ceil"},
+    ),
     ("quantize", "to_mxfp8/float32", {"mx_scale_rule": "floor"}, {"mx_scale_rule": "even"}),
     ("qk_norm_rope_insert", "nvfp4_page_boundaries/bfloat16-planar", {"nvfp4_quantizer": "reciprocal"}, {}),
     ("qk_norm_rope_insert", "fp8_e4m3_page_boundaries/bfloat16", {"kv_scale_used": "no"}, {}),

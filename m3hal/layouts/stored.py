@@ -68,7 +68,7 @@ def stored(cache: PagedCache, part: Part) -> Stored:
 def quantize_like(part: Stored, vectors: torch.Tensor, traits: Mapping[str, Any] = _NO_TRAITS) -> QTensor:
     """Vectors [..., dim], rounded once to the format in which the part is stored.
 
-    traits: may hold ``kv_scale_used`` and ``nvfp4_quantizer``.
+    traits: may hold ``kv_scale_used``, ``nvfp4_quantizer`` and ``mx_scale_rule``.
     """
     if part.layout.format in PLAIN_FORMATS:  # the buffer's dtype, not the layout's: an oracle stores fp64
         return QTensor(vectors.to(part.codes.dtype), part.layout.spec)

@@ -13,7 +13,7 @@ from m3hal._lazy import torch
 from m3hal.layouts import PagedCache
 from m3hal.layouts.stored import Stored, quantize_like, stored
 from m3hal.ops._operator import Numeric, Operator
-from m3hal.ops._traits import DOUBLE_ROUNDING, EXACT, KV_SCALE_USED, NVFP4_QUANTIZER
+from m3hal.ops._traits import DOUBLE_ROUNDING, EXACT, KV_SCALE_USED, MX_SCALE_RULE, NVFP4_QUANTIZER
 
 
 def kv_write(
@@ -62,6 +62,6 @@ OPERATOR = Operator(
     sites=("dense_attention", "sparse_attention", "drafter"),
     group="cache",
     mutates=("cache",),
-    traits=(KV_SCALE_USED, NVFP4_QUANTIZER, DOUBLE_ROUNDING),
+    traits=(KV_SCALE_USED, NVFP4_QUANTIZER, MX_SCALE_RULE, DOUBLE_ROUNDING),
     source="vLLM reshape_and_cache",
 )

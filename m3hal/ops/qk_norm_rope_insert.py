@@ -20,7 +20,7 @@ from m3hal._lazy import torch
 from m3hal.layouts import PagedCache
 from m3hal.ops._batch import QKNorms
 from m3hal.ops._operator import Numeric, Operator, Trait
-from m3hal.ops._traits import DOUBLE_ROUNDING, EXACT, KV_SCALE_USED, NVFP4_QUANTIZER, ROPE_TABLE
+from m3hal.ops._traits import DOUBLE_ROUNDING, EXACT, KV_SCALE_USED, MX_SCALE_RULE, NVFP4_QUANTIZER, ROPE_TABLE
 from m3hal.ops.kv_write import kv_write
 from m3hal.ops.rms_norm import rms_norm
 from m3hal.ops.rope_partial import rope_partial
@@ -151,6 +151,7 @@ OPERATOR = Operator(
         ROPE_TABLE,
         KV_SCALE_USED,
         NVFP4_QUANTIZER,
+        MX_SCALE_RULE,
         DOUBLE_ROUNDING,
     ),
     covers=("rms_norm", "rope_partial", "kv_write"),
