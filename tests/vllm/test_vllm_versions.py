@@ -11,9 +11,10 @@ import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from vllm_sources import Sources, absolute, parameters
+from vllm_sources import Sources, absolute, overlay, parameters
 
 OURS = Path(__file__).parents[2] / "m3hal" / "vllm"
 REASON = (
@@ -26,13 +27,17 @@ def next_wheel() -> Path | None:
     return next(iter(sorted(Path(folder).glob("vllm-0.33.*.whl"))), None) if folder else None
 
 
+def installed() -> Path:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
 @pytest.fixture(scope="module", params=["installed", "0.33"])
 def vllm(request: pytest.FixtureRequest) -> Sources:
     if request.param == "installed":
-        spec = importlib.util.find_spec("vllm")
-        assert spec is not None
-        assert spec.origin is not None
-        return Sources(Path(spec.origin).parents[1])
+        return Sources(installed().parent)
     wheel = next_wheel()
     return Sources(wheel) if wheel else pytest.skip(REASON)
 
@@ -213,3 +218,19 @@ def test_changes_are_noticed(tmp_path: Path) -> None:
     assert function is not None
     assert parameters(function) == (["x", "y", "z", "w"], {"x", "y", "z"})
     assert sources.attributes("vllm", "old") == {"field", "run", "made"}
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_engine_runs_on_the_next_python(
+    engine: Any, checkpoint: Any, prompts: Any, oracle: Any, difference: Any, tmp_path: Path
+) -> None:
+    """vLLM 0.33's Python over the installed compiled modules: the tokens are transformers', cached ones too."""
+    wheel = next_wheel()
+    if wheel is None:
+        pytest.skip(REASON)
+    tree = overlay(wheel, installed(), tmp_path)
+    found = engine("plain", env={"PYTHONPATH": str(tree)}, checkpoint=checkpoint, prompts=prompts)
+    assert found["version"].startswith("0.33.")
+    for mode, completions in found["rounds"].items():
+        assert difference(completions, oracle) == "", mode

@@ -109,6 +109,25 @@ class Sources:
         return found
 
 
+def overlay(wheel: Path, installed: Path, target: Path) -> Path:
+    """The Python of a wheel over the compiled modules of an installed vLLM for CPUs; ``target`` goes on PYTHONPATH.
+
+    Not an official build: the compiled modules are another version's.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith(".so")]
+        archive.extractall(target, names)
+    for compiled in installed.rglob("*.so"):
+        place = target / "vllm" / compiled.relative_to(installed)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(compiled)
+    (info,) = target.glob("vllm-*.dist-info")
+    metadata = info / "METADATA"  # vLLM tells a CPU build by its version
+    version = info.name.removeprefix("vllm-").removesuffix(".dist-info")
+    metadata.write_text(metadata.read_text().replace(f"Version: {version}", f"Version: {version}+cpu", 1))
+    return target
+
+
 def flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements of a module, with those under if, try and with."""
     for node in body:

@@ -13,6 +13,8 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
+    import vllm
+
     prompts = job["prompts"]
     llm = start(job["checkpoint"], max_num_batched_tokens=4096)
     found = {"batched": complete(llm, prompts), "cached": complete(llm, prompts)}
@@ -26,6 +28,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "seconds_between_tokens": intervals(llm, prompts[-1][:256], 128),
         "image": refusal_of_an_image(llm),
         "metrics": metrics(),
+        "version": vllm.__version__,
     }
 
 
