@@ -384,6 +384,11 @@ def _large_tokens(rng: Rng, site: Site) -> Inputs:
     return {**inputs, "x": inputs["x"] * 2.0**20, "experts": weights}
 
 
+def _four_times(rng: Rng, tokens: int) -> tuple[Tensor, Tensor]:
+    """A token's four choices are one expert."""
+    return rng.uniform(0.25, 1, tokens, 4), torch.arange(tokens)[:, None].expand(-1, 4).int().contiguous()
+
+
 def _cancelling(rng: Rng, site: Site) -> Inputs:
     """The second and the last choice of each token undo each other; what is left is a sixteenth of either."""
     inputs = _moe_inputs(9, _hot)(rng, site)
@@ -408,6 +413,9 @@ def _experts() -> list[Case]:
         *ask("moe_experts", "planned_once", _moe_inputs(8, _in_turn), bugs=("F34",), quick=True,
              also=("planned_once", "unbiased", "updated_weights"), **own),
         *ask("moe_experts", "wide_range", _large_tokens, quick=True, also=ROWS, input_class="far", **own),
+        *ask("moe_experts", "plain_silu", _moe_inputs(9, _hot), alpha=1.0, beta=0.0, limit=2.0, bugs=("F04", "F06"),
+             also=("row_alone",), **own),
+        *ask("moe_experts", "four_times_the_same", _moe_inputs(5, _four_times), also=("row_alone",), **own),
         *ask("moe_experts", "cancelling", _cancelling, quick=True, also=ROWS, bugs=("F73",),
              input_class="cancelling", **own),
         *ask("moe_experts", "called_often", _moe_inputs(3, _hot, 64, 32), **OFTEN,

@@ -227,7 +227,7 @@ def moe_experts_no_limit(site, right):
 
 @mutant("moe_experts", "other_constants:oracle", "F02")
 def moe_experts_constants_compiled_in(site, right):
-    """alpha, beta and limit are MiniMax-M3's whatever the model says."""
+    """alpha, beta and limit are MiniMax-M3's, whatever the model says."""
     return _with(alpha=1.702, beta=1.0, limit=7.0)(site, right)
 
 
@@ -265,7 +265,7 @@ def moe_experts_weights_before_down(site, right):
 
 @mutant("moe_experts", "twice_the_same:oracle")
 def moe_experts_counts_once(site, right):
-    """An expert that a token chose twice counts once."""
+    """An expert that a token chose more than once counts once."""
 
     def run(x, weights, ids, experts):
         once = ids.clone()
