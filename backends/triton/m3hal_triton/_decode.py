@@ -21,9 +21,9 @@ from m3hal.layouts import PagedCache
 FORMATS = ("float32", "bfloat16", "fp8_e4m3", "nvfp4", "mxfp4")
 #: codes in a 64-bit word
 WORD = tl.constexpr(16)
-#: an E4M3 scale in fp16 is 2**7 times itself: the largest stays in range, and with E2M1 bits, which stand for 2**-14 of
-#: their number, a product is 2**-7 of what is stored and no smaller than fp16's last place
-_LIFT = tl.constexpr(128.0)
+#: an E2M1 code in the middle of an E4M3 code stands for 2**-6 of its number; with scales times 2**7, which stay in
+#: fp16's range, products are twice what is stored
+LIFT = tl.constexpr(128.0)
 
 
 def compute_dtype(format: str, dtype: str) -> tl.dtype:
@@ -38,15 +38,9 @@ def native(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def in_words(cache: PagedCache, device: torch.device) -> bool:
-    """Whether codes are loaded in words and converted by instructions of NVIDIA GPUs, not by Triton's operations.
-
-    FP8 values that Triton converts, it loads from shared memory byte by byte in the order of the matrix unit.
-    """
-    if cache.layout.format != "fp8_e4m3" or not native(device):
-        return native(device)
-    *steps, column = cache.buf.stride()
-    return column == 1 and not any(step % 8 for step in (cache.buf.data_ptr(), *steps))
+def direct(dim: int, *sizes: int) -> bool:
+    """Whether one warp's programs may load operands directly here: see :mod:`_direct`. sizes: of pages and blocks."""
+    return dim == 128 and not any(size % 32 for size in sizes) and torch.cuda.is_available() and not torch.version.hip
 
 
 def check_alignment(cache: PagedCache) -> None:
@@ -62,14 +56,14 @@ def dims(DIM: tl.constexpr, FORMAT: tl.constexpr):
     """int32 [DIM]: the element of a vector that each column of a loaded tile holds."""
     column = tl.arange(0, DIM)
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
-        column = column // 8 * 8 + column % 8 // 2 + column % 2 * 4
+        column = column // 8 * 8 + column % 4 * 2 + column % 8 // 4
     return column
 
 
 @triton.jit
 def factor(global_scale, FORMAT: tl.constexpr):
     """fp32: loaded numbers times this are the stored ones."""
-    value = _LIFT if FORMAT == "nvfp4" else 1.0
+    value = 0.5 if FORMAT == "nvfp4" else 1.0
     if global_scale is not None:
         value = value * tl.load(global_scale)
     return value
@@ -88,8 +82,6 @@ def load_keys(
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
         words = _words(cache, part, page, head, offset, there, DIM // WORD)
         tile = tl.trans(_unpacked(words, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE))
-    elif FORMAT == "fp8_e4m3" and NATIVE:
-        tile = tl.trans(_from_e4m3(_words(cache, part, page, head, offset, there, DIM // 8), DIM, KEYS, COMPUTE))
     else:
         at = cache + (page * part.page + head * part.head + part.codes) + offset * part.token
         at = at[None, :] + tl.arange(0, DIM)[:, None] * part.column
@@ -109,8 +101,6 @@ def load_rows(
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
         words = _words(cache, part, page, head, offset, there, DIM // WORD)
         tile = _unpacked(words, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
-    elif FORMAT == "fp8_e4m3" and NATIVE:
-        tile = _from_e4m3(_words(cache, part, page, head, offset, there, DIM // 8), DIM, KEYS, COMPUTE)
     else:
         at = cache + (page * part.page + head * part.head + part.codes) + offset * part.token
         tile = _numbers(_masked(at[:, None] + tl.arange(0, DIM)[None, :] * part.column, there), FORMAT, COMPUTE)
@@ -132,8 +122,8 @@ def load_scales(
         if FORMAT == "mxfp4":
             at = (base + offset * (DIM // 32))[:, None] + word[None, :] // 2
         elif VALUES:
-            # said to be neighbours along words, at odd addresses: as neighbours along tokens, which they are, they would
-            # be read in another order than the codes, and exchanged between threads
+            # said to be neighbours along words, at odd addresses: as neighbours along tokens, which they are, they
+            # would be read in another order than the codes, and exchanged between threads
             at = (base + offset // 4 * (DIM // 4) + offset % 4)[:, None] + word[None, :] * 4
             at = tl.multiple_of(tl.max_contiguous(at, [1, 2]), [1, 1])
         else:
@@ -156,7 +146,7 @@ def _masked(at, there):
 def natural(tile, DIM: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
     """A tile [KEYS, DIM] with its columns in the order of the elements."""
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
-        words = tl.permute(tl.reshape(tile, (KEYS, DIM // 8, 4, 2)), (0, 1, 3, 2))
+        words = tl.permute(tl.reshape(tile, (KEYS, DIM // 8, 2, 4)), (0, 1, 3, 2))
         tile = tl.reshape(words, (KEYS, DIM))
     return tile
 
@@ -200,34 +190,13 @@ def _words(cache, part, page, head, offset, there, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _hidden(KEYS: tl.constexpr, DIM: tl.constexpr):
+def hidden(KEYS: tl.constexpr, DIM: tl.constexpr):
     """What a branch that is always taken replaces.
 
     A join among what a product's operand is made of has Triton 3.6 read the operand in an order for which there is no
     matrix load, a fifth more instructions; it does not look into branches, and LLVM takes them away.
     """
     return tl.zeros((KEYS, DIM), tl.float16)
-
-
-@triton.jit
-def _from_e4m3(words, DIM: tl.constexpr, KEYS: tl.constexpr, COMPUTE: tl.constexpr):
-    """[KEYS, DIM] of words of eight E4M3 codes."""
-    tile = _hidden(KEYS, DIM)
-    if tl.num_programs(0) > 0:
-        two = tl.join(words, words)
-        four = tl.join(two, two)
-        tile = tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b, c, d; mov.b64 {a, b, c, d}, $4; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;"
-            " cvt.rn.f16x2.e4m3x2 $2, c; cvt.rn.f16x2.e4m3x2 $3, d; }",
-            "=r,=r,=r,=r,l,l,l,l,l,l,l,l",
-            [tl.reshape(tl.join(four, four), (KEYS, DIM))],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=8,
-        )
-    if tl.float16 != COMPUTE:
-        tile = tile.to(tl.float32)
-    return tile.to(COMPUTE)
 
 
 @triton.jit
@@ -249,15 +218,15 @@ def _unpacked(
         power = tl.where(scales == 0, 1 << 22, scales.to(tl.int32) << 23)  # E8M0 as fp32: 0 is 2**-127, 255 is NaN
         power = tl.where(scales == 255, 0x7FC00000, power)
         step = _sixteen(power.to(tl.float32, bitcast=True), KEYS, DIM)
-        tile = _halves(_sixteen(words, KEYS, DIM), DIM).to(tl.float32) * 16384.0 * step
+        tile = _halves(_sixteen(words, KEYS, DIM), DIM).to(tl.float32) * 64.0 * step
     else:
-        lifted = (scales.to(tl.float8e4nv, bitcast=True).to(tl.float16) * _LIFT).to(tl.float16)
+        lifted = (scales.to(tl.float8e4nv, bitcast=True).to(tl.float16) * LIFT).to(tl.float16)
         step = _sixteen(lifted, KEYS, DIM)
         if NATIVE:
-            tile = _hidden(KEYS, DIM)
+            tile = hidden(KEYS, DIM)
             if tl.num_programs(0) > 0:
                 tile = tl.inline_asm_elementwise(
-                    _UNPACK, _OPERANDS, [_sixteen(words, KEYS, DIM), step], dtype=tl.float16, is_pure=True, pack=WORD
+                    UNPACK, OPERANDS, [_sixteen(words, KEYS, DIM), step], dtype=tl.float16, is_pure=True, pack=WORD
                 )
         else:
             tile = _halves(_sixteen(words, KEYS, DIM), DIM) * step
@@ -268,31 +237,38 @@ def _unpacked(
 
 @triton.jit
 def _halves(codes, DIM: tl.constexpr):
-    """fp16, 2**-14 of the number that an E2M1 code stands for: its bits around the border of exponent and mantissa."""
+    """fp16, 2**-6 of the numbers that E2M1 codes stand for."""
     column = tl.arange(0, DIM)
-    nibble = column % 16 // 8 * 8 + column % 8 // 2 + column % 2 * 4
+    nibble = column % 16 // 8 * 8 + column % 4 * 2 + column % 8 // 4
     code = (codes >> (nibble * 4).to(tl.int64)[None, :]).to(tl.int32)
-    bits = ((code & 8) << 12) | ((code & 7) << 9)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+    return (((code & 8) << 4) | ((code & 7) << 2)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 def _instructions() -> str:
-    """PTX for a word: register r gets the codes r and r + 4 of half the word as fp16, times the scale.
+    """PTX for a word: the even and the odd codes of each half as E4M3 in four bytes, to fp16 by pairs, times the scale.
 
-    Two shifts, two logical instructions and a product for two elements.
+    Seven shifts and logical instructions for eight elements, and a conversion and a product for two.
     """
-    lines = [".reg .b32 low, high, digits, sign;", "mov.b64 {low, high}, $8;"]
-    for register in range(8):
-        word, shift = ("low", "high")[register // 4], 12 - 4 * (register % 4)
+    lines = [".reg .b32 low, high, even, odd, sign;", ".reg .b16 a, b;", "mov.b64 {low, high}, $8;"]
+    for first, word in ((0, "low"), (4, "high")):
         lines += [
-            f"shl.b32 digits, {word}, {shift - 3};" if shift else f"shr.u32 digits, {word}, 3;",
-            f"shl.b32 sign, {word}, {shift};",
-            "and.b32 digits, digits, 0x0E000E00;",
-            "lop3.b32 digits, sign, 0x80008000, digits, 0xEA;",  # (sign & mask) | digits
-            f"mul.f16x2 ${register}, digits, ${24 + register};",
+            f"shl.b32 even, {word}, 2;",
+            f"shl.b32 sign, {word}, 4;",
+            "and.b32 even, even, 0x1C1C1C1C;",
+            "lop3.b32 even, sign, 0x80808080, even, 0xEA;",  # (sign & mask) | even
+            f"shr.u32 odd, {word}, 2;",
+            "and.b32 odd, odd, 0x1C1C1C1C;",
+            f"lop3.b32 odd, {word}, 0x80808080, odd, 0xEA;",
         ]
+        for register, codes in ((first, "even"), (first + 2, "odd")):
+            lines += [f"mov.b32 {{a, b}}, {codes};"]
+            for number, half in ((register, "a"), (register + 1, "b")):
+                lines += [
+                    f"cvt.rn.f16x2.e4m3x2 ${number}, {half};",
+                    f"mul.f16x2 ${number}, ${number}, ${24 + number};",
+                ]
     return "{ " + " ".join(lines) + " }"
 
 
-_UNPACK = tl.constexpr(_instructions())
-_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["l"] * 16 + ["r"] * 8))
+UNPACK = tl.constexpr(_instructions())
+OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["l"] * 16 + ["r"] * 8))

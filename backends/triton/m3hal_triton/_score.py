@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from m3hal_triton import _direct
 from m3hal_triton._decode import as_queries, dims, factor, load_keys, load_rows, load_scales
 
 #: arguments whose values and addresses make no other kernel
@@ -47,12 +48,12 @@ def score_few(
     shares,  # of a plan
     scores,
     blocks,  # that a row of scores has room for
-    q_strides,
     table_row,
     table_slot,
     score_token,
     score_head,
     score_block,
+    q_strides,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,  # at least HEADS times the query tokens of any request, padded for the matrix unit
     DIM: tl.constexpr,
@@ -119,6 +120,85 @@ def score_few(
             first, last = tl.load(cu_q + request), tl.load(cu_q + request + 1)
             seq_len = tl.load(seq_lens + request)
     if EARLY:  # not at the start: programs that wait beside the readers cost these 3 % of their bandwidth
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
+def score_direct(
+    index_q,
+    cache,
+    keys,  # _pages.Part
+    cu_q,
+    seq_lens,
+    block_table,
+    first_block,
+    shares,
+    scores,
+    blocks,
+    table_row,
+    table_slot,
+    score_token,
+    score_head,
+    score_block,
+    q_strides,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,  # per step; divides BLOCK and PAGE
+    FORMAT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """:func:`score_few` by one warp a program, for heads of 128 elements in the formats of :mod:`_direct`."""
+    STEPS: tl.constexpr = BLOCK // KEYS
+    row = tl.arange(0, ROWS)
+    head = row % HEADS
+    dim = _direct.key_dims(FORMAT)
+    within = _direct.keys_of(KEYS)
+    share = shares + tl.program_id(0) * 8
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    at, stop, request, base = tl.load(share), tl.load(share + 1), tl.load(share + 2), tl.load(share + 3)
+    end, first, last, seq_len = tl.load(share + 4), tl.load(share + 5), tl.load(share + 6), tl.load(share + 7)
+    while at < stop:
+        until = tl.minimum(stop, end)
+        table = block_table + request.to(tl.int64) * table_row
+        token = (first + row // HEADS).to(tl.int64)
+        live = (token < last) & (row < ROWS // HEADS * HEADS)
+        position = seq_len - (last - token).to(tl.int32)
+        at_q = index_q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
+        queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), tl.float16, 1)
+        q_factor = q_factor * factor(None, FORMAT)
+        target = scores + token * score_token + head * score_head
+        best = tl.full((ROWS,), float("-inf"), tl.float32)
+        low, high = (at - base) * STEPS, (until - base) * STEPS
+        behind = tl.minimum(seq_len, high * KEYS)
+        page = tl.load(table + low * KEYS // PAGE * table_slot, mask=low < high, other=0).to(tl.int64)
+        following = _direct.load_key_scales(cache, keys, page, 0, low * KEYS % PAGE, KEYS, FORMAT)
+        for step in range(low, high):
+            start = step * KEYS
+            page = tl.load(table + start // PAGE * table_slot, mask=start < behind, other=0).to(tl.int64)
+            scales = following
+            if FORMAT == "nvfp4":
+                later = start + KEYS
+                page_after = tl.load(table + later // PAGE * table_slot, mask=later < behind, other=0).to(tl.int64)
+                following = _direct.load_key_scales(cache, keys, page_after, 0, later % PAGE, KEYS, FORMAT)
+            tile = _direct.load_keys(cache, keys, page, 0, start % PAGE, scales, KEYS, FORMAT)
+            dots = tl.dot(queries, tile)
+            dots = tl.where((start + within)[None, :] <= position[:, None], dots, float("-inf"))
+            here = tl.reduce(dots, 1, _larger)
+            best = tl.where(step % STEPS == 0, here, _larger(best, here))
+            if step % STEPS == STEPS - 1:
+                block = step // STEPS
+                where = target + tl.cast(block, tl.int64) * score_block
+                tl.store(where, best * q_factor, mask=live & (block + row * 0 < blocks))
+        at = until
+        if at < stop:
+            request += 1
+            base, end = tl.load(first_block + request), tl.load(first_block + request + 1)
+            first, last = tl.load(cu_q + request), tl.load(cu_q + request + 1)
+            seq_len = tl.load(seq_lens + request)
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
 

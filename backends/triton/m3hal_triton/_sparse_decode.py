@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from m3hal_triton import _direct
 from m3hal_triton._decode import as_queries, dims, factor, load_keys, load_rows, load_scales
 from m3hal_triton._softmax import accumulate, clear_loose, finish
 
@@ -24,7 +25,7 @@ _ARRAYS = ["block_ids", "cu_q", "seq_lens", "request_of", "position_of", "block_
 def _locate(
     step, exists, ids, pages, rank, table, table_step, BLOCK: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """The block, the keys [KEYS] and the page of a step; any page of a step that does not exist."""
+    """The block, the first key and the page of a step; any page of a step that does not exist."""
     here = rank == step // (BLOCK // KEYS)
     block = tl.sum(tl.where(here, ids, 0), 0)
     start = block * BLOCK + step % (BLOCK // KEYS) * KEYS
@@ -32,7 +33,7 @@ def _locate(
         page = tl.sum(tl.where(here, pages, 0), 0)
     else:
         page = tl.load(table + start // PAGE * table_step, mask=exists, other=0)
-    return block, start + tl.arange(0, KEYS), page.to(tl.int64)
+    return block, start, page.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
@@ -82,6 +83,7 @@ def attend(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,  # launched before the kernel ahead has ended
+    DIRECT: tl.constexpr,  # one warp, codes straight to registers
 ):
     PACKED: tl.constexpr = FORMAT == "nvfp4"
     split = tl.program_id(0)
@@ -89,7 +91,13 @@ def attend(
     work = tl.program_id(2)
     row = tl.arange(0, ROWS)
     head = group * GROUP + row % GROUP
-    dim = dims(DIM, FORMAT)
+    if DIRECT:
+        q_dim, dim = _direct.key_dims(FORMAT), _direct.value_dims(FORMAT)
+        within = _direct.keys_of(KEYS)
+    else:
+        dim = dims(DIM, FORMAT)
+        q_dim = dim
+        within = tl.arange(0, KEYS)
     entry = tl.arange(0, QT * IDS_PADDED)
     slot = entry % IDS_PADDED
     if EARLY:
@@ -140,7 +148,7 @@ def attend(
     pages = ids
     if PAGE >= BLOCK:
         pages = tl.load(table + (ids * BLOCK // PAGE) * table_slot, mask=keep, other=0)
-    at_q = q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
+    at_q = q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + q_dim[None, :] * q_strides[2]
     queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), COMPUTE, 1)
     score_factor = q_factor * (scale * factor(k_scale, FORMAT))
 
@@ -150,26 +158,43 @@ def attend(
     k_next, v_next = 0, 0
     if PACKED:
         exists = begin < end
-        _, key, page = _locate(begin, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
-        k_next = load_scales(cache, keys, page, group, key % PAGE, None, DIM, FORMAT, False)
-        v_next = load_scales(cache, values, page, group, key % PAGE, key <= newest, DIM, FORMAT, True)
+        _, start, page = _locate(begin, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
+        if DIRECT:
+            until = newest + 1 - start // PAGE * PAGE
+            k_next = _direct.load_key_scales(cache, keys, page, group, start % PAGE, KEYS, FORMAT)
+            v_next = _direct.load_value_scales(cache, values, page, group, start % PAGE, until, KEYS, FORMAT)
+        else:
+            key = start + within
+            k_next = load_scales(cache, keys, page, group, key % PAGE, None, DIM, FORMAT, False)
+            v_next = load_scales(cache, values, page, group, key % PAGE, key <= newest, DIM, FORMAT, True)
     for step in range(begin, end):
-        block, key, page = _locate(step, True, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
-        there = key <= newest
-        offset = key % PAGE
+        block, start, page = _locate(step, True, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
+        key = start + within
         k_scales, v_scales = k_next, v_next
         if PACKED:
             exists = step + 1 < end
             _, later, page_after = _locate(step + 1, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
-            k_next = load_scales(cache, keys, page_after, group, later % PAGE, None, DIM, FORMAT, False)
-            v_next = load_scales(cache, values, page_after, group, later % PAGE, later <= newest, DIM, FORMAT, True)
-        k_tile = load_keys(cache, keys, page, group, offset, None, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+            if DIRECT:
+                until = newest + 1 - later // PAGE * PAGE
+                k_next = _direct.load_key_scales(cache, keys, page_after, group, later % PAGE, KEYS, FORMAT)
+                v_next = _direct.load_value_scales(cache, values, page_after, group, later % PAGE, until, KEYS, FORMAT)
+            else:
+                after = later + within
+                k_next = load_scales(cache, keys, page_after, group, after % PAGE, None, DIM, FORMAT, False)
+                v_next = load_scales(cache, values, page_after, group, after % PAGE, after <= newest, DIM, FORMAT, True)
+        if DIRECT:
+            until = newest + 1 - start // PAGE * PAGE
+            k_tile = _direct.load_keys(cache, keys, page, group, start % PAGE, k_scales, KEYS, FORMAT)
+            v_tile = _direct.load_values(cache, values, page, group, start % PAGE, until, v_scales, KEYS, FORMAT)
+        else:
+            there, offset = key <= newest, key % PAGE
+            k_tile = load_keys(cache, keys, page, group, offset, None, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+            v_tile = load_rows(cache, values, page, group, offset, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         scores = tl.dot(queries, k_tile, input_precision=PRECISION) * score_factor[:, None]
         visible = key[None, :] <= position[:, None]
         if QT > 1:
             visible = visible & (tl.max((row_ids == block).to(tl.int32), 1) > 0)[:, None]
         scores = tl.where(visible, scores, float("-inf"))
-        v_tile = load_rows(cache, values, page, group, offset, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         top, total, acc = accumulate(scores, v_tile, top, total, acc, COMPUTE, PRECISION)
     finish(
         top, total, acc, factor(v_scale, FORMAT), token, head, dim, live, split, partial, partial_lse, out, lse,

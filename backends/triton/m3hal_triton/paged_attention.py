@@ -23,10 +23,10 @@ from m3hal_triton._decode import (
     compute_dtype,
     dims,
     factor,
-    in_words,
     load_keys,
     load_rows,
     load_scales,
+    native,
 )
 from m3hal_triton._launch import (
     DOT_PRECISION,
@@ -123,7 +123,7 @@ class _Run:
             LSE=site.return_lse,
             FORMAT=site.kv_format,
             COMPUTE=compute_dtype(site.kv_format, site.dtype),
-            NATIVE=in_words(kv, q.device),
+            NATIVE=native(q.device),
             PRECISION=DOT_PRECISION,
             EARLY=early,
             num_warps=8 if self._narrow or padded > 64 else 4,

@@ -13,10 +13,10 @@ from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton import _pages
-from m3hal_triton._decode import check_alignment, compute_dtype, in_words
+from m3hal_triton._decode import check_alignment, compute_dtype, direct, native
 from m3hal_triton._launch import DOT_PRECISION, after, common_power_of_two, multiprocessors, programmatic
 from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
-from m3hal_triton._score import score_few, score_many
+from m3hal_triton._score import score_direct, score_few, score_many
 from m3hal_triton.topk_blocks import launch_topk
 
 #: query tokens of a request up to which all of them are rows of one tile
@@ -34,6 +34,7 @@ class Decode:
     programs: int = 2
     warps: int = 4
     stages: int = 5
+    keys: int = 128  # of a step
 
 
 @dataclass
@@ -46,13 +47,14 @@ class Prefill:
     waves: int = 8
 
 
-#: found on an H200, by cache format
+#: found on an H200, by cache format; where a warp can load operands directly, ``DIRECT`` instead
 DECODE = {
     "bfloat16": Decode(),
-    "fp8_e4m3": Decode(),
-    "nvfp4": Decode(programs=3, stages=4),
-    "mxfp4": Decode(programs=3, stages=4),
+    "fp8_e4m3": Decode(programs=3),
+    "nvfp4": Decode(programs=3),
+    "mxfp4": Decode(programs=3),
 }
+DIRECT = {"fp8_e4m3": Decode(7, 1, 7, 64), "nvfp4": Decode(7, 1, 7, 64)}
 #: IEEE products of fp32 hold their operands in registers
 NARROW = Decode(stages=2)
 PREFILL = Prefill()
@@ -94,6 +96,8 @@ class _Indexer:
         self._heads = site.num_index_heads
         self._narrow = site.dtype == "float32"
         self.tuning = NARROW if self._narrow else DECODE[site.index_format]
+        if direct(site.index_dim, site.page_size, site.block_size) and not self._narrow:
+            self.tuning = DIRECT.get(site.index_format, self.tuning)
         self._keys = min(common_power_of_two(site.block_size), 32 if self._narrow else 128)
         self._rows = 16 if self._narrow else PREFILL.rows
         self._requests = triton.next_power_of_2(max(site.max_seqs, 1))
@@ -105,7 +109,8 @@ class _Indexer:
         site, meta, heads = self._site, batch.meta, self._heads
         check_alignment(cache)
         tile = triton.next_power_of_2(max(meta.max_q, 1))
-        score_few[(len(batch.shares),)](
+        rows = max(16, triton.next_power_of_2(tile * heads))
+        given = (
             index_q,
             _pages.memory(cache),
             _pages.keys(cache),
@@ -116,23 +121,29 @@ class _Indexer:
             batch.shares,
             scores,
             scores.shape[2],
-            index_q.stride(),
             *meta.block_table.stride(),
             *scores.stride(),
-            HEADS=heads,
-            ROWS=max(16, triton.next_power_of_2(tile * heads)),
+            index_q.stride(),
+        )
+        statics = {"HEADS": heads, "ROWS": rows, "BLOCK": site.block_size, "PAGE": site.page_size, "EARLY": early}
+        options = {"num_warps": self.tuning.warps, "num_stages": self.tuning.stages, **after(early)}
+        grid = (len(batch.shares),)
+        if self.tuning.warps == 1 and rows == 16:
+            keys = min(self.tuning.keys, common_power_of_two(site.block_size, site.page_size))
+            score_direct[grid](*given, **statics, KEYS=keys, FORMAT=site.index_format, **options)
+            return
+        if self.tuning.warps == 1:  # more rows than one warp has registers for
+            options |= {"num_warps": 4, "num_stages": 4}
+        score_few[grid](
+            *given,
+            **statics,
             DIM=site.index_dim,
-            BLOCK=site.block_size,
-            PAGE=site.page_size,
             KEYS=self._keys,
             FORMAT=site.index_format,
             COMPUTE=compute_dtype(site.index_format, site.dtype),
-            NATIVE=in_words(cache, index_q.device),
+            NATIVE=native(index_q.device),
             PRECISION=DOT_PRECISION,
-            EARLY=early,
-            num_warps=self.tuning.warps,
-            num_stages=self.tuning.stages,
-            **after(early),
+            **options,
         )
 
     def _many(
@@ -169,7 +180,7 @@ class _Indexer:
             REQUESTS=self._requests,
             FORMAT=site.index_format,
             COMPUTE=compute_dtype(site.index_format, site.dtype),
-            NATIVE=in_words(cache, index_q.device),
+            NATIVE=native(index_q.device),
             PRECISION=DOT_PRECISION,
             num_warps=4 if self._narrow else PREFILL.warps,
             num_stages=2 if self._narrow else PREFILL.stages,

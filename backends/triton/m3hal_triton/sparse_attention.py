@@ -16,7 +16,7 @@ from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton import _pages
 from m3hal_triton import _sparse_prefill as prefill
-from m3hal_triton._decode import check_alignment, compute_dtype, in_words
+from m3hal_triton._decode import check_alignment, compute_dtype, direct, native
 from m3hal_triton._launch import (
     DOT_PRECISION,
     LOG2_E,
@@ -72,8 +72,10 @@ class Prefill:
 DECODE = {
     "bfloat16": (Decode(), Decode()),
     "fp8_e4m3": (Decode(keys=128), Decode(keys=128)),
-    "nvfp4": (Decode(keys=128), Decode(keys=128)),
+    "nvfp4": (Decode(keys=128), Decode(keys=128, stages=2)),
 }
+#: of decode where a warp can load operands directly
+DIRECT = {"fp8_e4m3": Decode(8, 32, 1, 3), "nvfp4": Decode(8, 32, 1, 3)}
 #: IEEE products of fp32 hold their operands in registers
 NARROW = Decode(keys=16, warps=8, stages=2)
 PREFILL = Prefill()
@@ -102,6 +104,9 @@ class _Run:
         self._narrow = site.dtype == "float32"
         most = common_power_of_two(site.block_size, site.page_size)
         tuned = (NARROW, NARROW) if self._narrow else DECODE[site.kv_format]
+        fits = self._group <= MIN_ROWS and direct(site.head_dim, site.page_size, site.block_size)
+        if fits and not self._narrow:
+            tuned = (DIRECT.get(site.kv_format, tuned[0]), tuned[1])
         self._tuning = tuple(replace(tuning, keys=min(tuning.keys, most)) for tuning in tuned)
         self._fake = partial(load("sparse_attention").fake, return_lse=site.return_lse)
         self._decode_bytes = self._decode_workspace()
@@ -200,9 +205,10 @@ class _Run:
             LSE=site.return_lse,
             FORMAT=site.kv_format,
             COMPUTE=compute_dtype(site.kv_format, site.dtype),
-            NATIVE=in_words(kv, q.device),
+            NATIVE=native(q.device),
             PRECISION=DOT_PRECISION,
             EARLY=early,
+            DIRECT=tuning.warps == 1,
             num_warps=tuning.warps,
             num_stages=tuning.stages,
             **after(early),
@@ -289,7 +295,7 @@ class _Run:
             KEYS=site.block_size if whole else self._tuning[0].keys,
             FORMAT=site.kv_format,
             COMPUTE=tl.float32 if self._narrow else tl.bfloat16,
-            NATIVE=in_words(kv, q.device),
+            NATIVE=native(q.device),
             PRECISION=DOT_PRECISION,
             num_warps=4 if self._narrow else PREFILL.warps,
         )
