@@ -60,8 +60,11 @@ _TOGETHER: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]] = {
     ),
     _SCORES: tuple({"q_dtype": "e4m3", "kv_dequant_round": rounding} for rounding in ("e4m3", "e4m3_shift3")),
     _PRODUCTS: (
-        *({"activation_format": "mxfp8", "mx_scale_rule": rule} for rule in ("floor", "even")),
-        *({"activation_format": "mxfp4", "mx_scale_rule": rule} for rule in ("floor", "ceil")),
+        *(
+            {"activation_format": format, "mx_scale_rule": rule}
+            for format in ("mxfp8", "mxfp4")
+            for rule in ("ceil", "floor", "even")
+        ),
         *({"activation_format": "nvfp4", "nvfp4_quantizer": how} for how in ("reciprocal", "token_global")),
     ),
     ("moe_experts",): tuple(

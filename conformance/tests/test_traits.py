@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from m3hal_conformance.oracle import UncalibratedError, concerning
+from m3hal_conformance.oracle import BITWISE, UncalibratedError, concerning
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import select
-from m3hal_conformance.tolerance import CAP, LOOSE_CAP, bounds_for, cap, is_unbounded
+from m3hal_conformance.tolerance import CAP, LOOSE_CAP, bounds_for, calibration, cap, is_unbounded
 
 from m3hal import ops
 from m3hal.dispatch import Impl, Manifest, register, unregister
@@ -133,3 +133,37 @@ def test_costs_are_capped():
     assert bounds("out", "row") == LOOSE_CAP["row"]
     assert is_unbounded("rounding", {"kv_scale_used": "no"}, "exact")
     assert not is_unbounded("rounding", {"kv_scale_used": "no"}, "declared")
+
+
+def _values():
+    """Every freedom of the vocabulary, with what it needs to mean anything."""
+    for name in ops.NAMES:
+        for trait in ops.load(name).traits:
+            for value in trait.values[1:]:
+                # a promise; and what the definition refuses, as a cache has one global scale
+                if trait.name != "batch_invariant" and (value != "token_global" or name in ("linear", "moe_experts")):
+                    yield name, {trait.name: value}
+
+
+@pytest.mark.parametrize(("name", "traits"), list(_values()), ids=str)
+def test_every_freedom_has_a_bound(name, traits):
+    """Where a case leaves room for a declared freedom, some case of the operator can be judged with it."""
+    operator = ops.load(name)
+    needs = {"mx_scale_rule": {"activation_format": "mxfp8"}, "nvfp4_quantizer": {"activation_format": "nvfp4"}}
+    needs["double_rounding"] = needs["mx_scale_rule"]
+    if any(trait.name == "activation_format" for trait in operator.traits):
+        traits = {**next((more for trait, more in needs.items() if trait in traits), {}), **traits}
+    if operator.name in BITWISE or "topk_key_bits" in traits:
+        return  # judged by bits, or by the score of what is chosen
+    entries = [key.split("+")[0].split("/") for key in calibration() if key.startswith(f"{name}/")]
+    assert any(_is_bounded(operator, entry, traits) for entry in entries)
+
+
+def _is_bounded(operator, entry, traits):
+    _, output, format, input_class = entry
+    metric = {"R": "row", "U1": "ulp", "S": "regret"}[operator.numeric.kind]
+    try:
+        bounds_for(operator, format, input_class, traits, "declared")(output, metric)
+    except UncalibratedError:
+        return False
+    return True
