@@ -85,6 +85,7 @@ def quark_config() -> dict[str, Any]:
             "bias": None,
         },
         "layer_quant_config": {},
+        "layer_type_quant_config": {},
         "exclude": [
             *("*lm_head", "*vision_tower*", "*multi_modal_projector*", "*patch_merge_mlp*", "*block_sparse_moe.gate"),
             *("*self_attn*", "*mlp.gate_proj", "*mlp.up_proj", "*mlp.down_proj"),

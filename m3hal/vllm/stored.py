@@ -6,6 +6,7 @@ On GPUs vLLM's own methods for the same formats hold and compute them; it has no
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,15 +70,16 @@ class StoredConfig(QuantizationConfig):
         format = self.schemes.of_all(shards(layer, prefix))
         if not format:
             return UnquantizedLinearMethod()
-        return self._vllms(layer, prefix) if vllm_computes() else StoredLinear(format)
+        return self._vllms.get_quant_method(layer, prefix) if vllm_computes() else StoredLinear(format)
 
-    def _vllms(self, layer: nn.Module, prefix: str) -> Any:
-        """vLLM's own method for the checkpoint's layout."""
+    @cached_property
+    def _vllms(self) -> Any:
+        """vLLM's own description of the checkpoint's layout."""
         from vllm.model_executor.layers.quantization import get_quantization_config
 
         own = get_quantization_config(_vllms_name(self._config)).from_config(without_prefix(self._config))
         own.packed_modules_mapping = self.packed_modules_mapping
-        return own.get_quant_method(layer, prefix)
+        return own
 
 
 def _vllms_name(config: dict[str, Any]) -> str:

@@ -112,3 +112,11 @@ def test_scale_bytes_are_bytes_whatever_their_label(loaded: Any, layout: str) ->
 def test_what_is_not_the_text_model_is_skipped(loaded: Any, layout: str) -> None:
     """The vision tower that every one of the checkpoints has, and a drafter's tensors."""
     assert loaded[f"{layout}: with a drafter's tensors"] == loaded[f"{layout}: whole"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpus_keep_vllms_own_projections(loaded: Any, layout: str) -> None:
+    """Where vLLM has kernels its own methods hold and compute the projections, found by m3hal's module names."""
+    own = "QuarkLinearMethod" if layout == "mxfp4" else "ModelOptLinearMethod"
+    attention = "UnquantizedLinearMethod" if layout in ("mxfp4", "nvfp4") else own
+    assert loaded[f"{layout}: on a GPU"] == {"gate_up_proj": own, "qkv_proj": attention}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from _engine import POLICY, main
@@ -13,17 +15,20 @@ from safetensors.torch import load_file, save_file
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from m3hal.vllm import plugin
+from m3hal.vllm import plugin, stored
+from m3hal.vllm.model import M3HalForCausalLM
 
 Tensors = dict[str, torch.Tensor]
 
 #: one of each kind, by layer 1's names
 EXPERT = "language_model.model.layers.1.block_sparse_moe.experts.3.w2"
 ATTENTION = "language_model.model.layers.1.self_attn.index_q_proj"
+QKV = "language_model.model.layers.0.self_attn.qkv_proj"
 SHARED = "language_model.model.layers.1.block_sparse_moe.shared_experts.up_proj"
 
 
@@ -33,12 +38,30 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     init_distributed_environment(1, 0, f"file://{work}/rendezvous", 0, "gloo")
     found = {}
     for layout, checkpoint in job["checkpoints"].items():
+        found[f"{layout}: on a GPU"] = methods_on_a_gpu(Path(checkpoint))
         model, config = unloaded(checkpoint)
         for case, change in cases(layout).items():
             folder = work / f"{layout} {case}"
             damaged(Path(checkpoint), folder, change)
             found[f"{layout}: {case}"] = outcome(model, config, folder)
             shutil.rmtree(folder)
+    return found
+
+
+def methods_on_a_gpu(checkpoint: Path) -> dict[str, str]:
+    """Which class computes the shared experts and a query projection where vLLM has kernels for the formats."""
+    config = stored.StoredConfig.from_config(
+        json.loads((checkpoint / "config.json").read_text())["quantization_config"]
+    )
+    config.packed_modules_mapping = M3HalForCausalLM.packed_modules_mapping
+    found = {}
+    layers = ((MergedColumnParallelLinear, SHARED.replace("up_proj", "gate_up_proj")), (QKVParallelLinear, QKV))
+    with mock.patch.object(stored, "vllm_computes", return_value=True):
+        for kind, name in layers:
+            layer = kind.__new__(kind)
+            torch.nn.Module.__init__(layer)
+            method = config.get_quant_method(layer, name.removeprefix("language_model."))
+            found[name.rpartition(".")[2]] = type(method).__name__
     return found
 
 
