@@ -233,6 +233,15 @@ def _stored_caches() -> list[Case]:
     two: dict[str, Any] = {"tensor_parallel": 2, "quick": True}
     return [
         *_in_maps("kv_write", "exact_ties", _ties_of_the_format, MAIN, bugs=("F56", "F73"), **two),
+        *_in_maps(
+            "kv_write",
+            "beyond_the_range",
+            _write_stored(SLOTS, lambda rng, x: 600 * x),
+            MAIN,
+            bugs=("F56",),
+            also=("permuted_rows",),
+            **two,
+        ),
         *_in_maps("kv_read", "all_codes", _all_codes, MAIN, bugs=("F56",), also=("permuted_rows",), **two),
     ]
 
@@ -331,7 +340,7 @@ def _indexer() -> list[Case]:
         *ask("block_scores", "beyond_31_bits_page_64", _huge_cache(needles([(1, 700), (2, 300)]), "index_cache"),
              kind="sparse_attention", page_size=64, checks=("huge_pages_read",), dtypes=("bfloat16",),
              lazy=("index_cache",), input_class="needles", bugs=("F63",)),
-        *ask("select_blocks", "batch_64", needles([(1, 40 + 53 * n) for n in range(64)]), kind="sparse_attention",
+        *ask("select_blocks", "batch_64_long", needles([(1, 40 if n % 2 else 2100 + 17 * n) for n in range(64)]), kind="sparse_attention",
              checks=LIGHT, also=("permuted_requests",), input_class="needles", bugs=("F68",)),
         *ask("block_scores", "bound_too_small_for_one", needles([(1, 2048), (2, 900), (1, 100)]), bugs=("F18",),
              kind="sparse_attention", checks=("host_bound",), input_class="needles"),

@@ -109,7 +109,7 @@ def paged_attention_32_requests(site, right):
     return run
 
 
-@mutant("select_blocks", "batch_64:oracle", "F68")
+@mutant("select_blocks", "batch_64_long:oracle", "F68")
 def select_blocks_32_requests(site, right):
     """Requests from the 33rd on are read as the one 32 before."""
 

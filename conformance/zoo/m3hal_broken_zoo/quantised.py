@@ -133,7 +133,7 @@ def kv_write_saturates_at_240(site, right):
 
 @mutant("kv_write", "fp8_e4m3_odd_values:oracle", "F56")
 def kv_write_does_not_saturate(site, right):
-    """What exceeds 448 becomes NaN, as an IEEE conversion makes it."""
+    """What exceeds 448 becomes NaN, as IEEE conversions have it."""
 
     def encode(part, vectors):
         x = plain_fp8(part, vectors)
