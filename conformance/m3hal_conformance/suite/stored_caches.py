@@ -145,7 +145,10 @@ def _in_maps(op: str, name: str, make: Any, maps: Sequence[tuple[str, str]], **o
     for format, kind in maps:
         # an index cache lies in the page map of the main cache, so that one layout names both
         stored = {"kv_format": "nvfp4" if format == "mxfp4" else format, "index_format": format}
-        cases += _in_map(op, f"{format}_{name}", make, kind, **stored, **options)
+        asked = {**stored, **options}
+        if not op.startswith("kv_"):  # of what is computed from a page, one map of each format is quick
+            asked["quick"] = options.get("quick", False) and kind == CACHE_FORMATS[format][0]
+        cases += _in_map(op, f"{format}_{name}", make, kind, **asked)
     return cases
 
 
