@@ -44,6 +44,19 @@ def test_tokens_equal_transformers(served: Any, difference: Any) -> None:
     assert difference(ours["completions"], theirs, flips) == ""
 
 
+@pytest.mark.slow
+def test_two_ranks_equal_transformers(
+    engine: Any, checkpoints: dict[str, Path], served: Any, prompts: Any, difference: Any
+) -> None:
+    """Each rank holds its slices of codes and scales, of projections and of experts."""
+    layout, _, theirs = served
+    job = {"checkpoint": checkpoints[layout], "prompts": prompts[:3]}
+    settings = {"dtype": "float32", "tensor_parallel_size": 2}
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    ours = engine("quantised", env=env, **job, settings=settings)
+    assert difference(ours["completions"], theirs, 0.01 if layout == "mixed" else 1e-4) == ""
+
+
 def test_weights_are_held_as_they_are_stored(served: Any) -> None:
     """Codes and scales, no copy in the model's dtype."""
     layout, ours, _ = served
