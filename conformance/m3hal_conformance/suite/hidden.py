@@ -6,6 +6,7 @@ its window, may hold any finite number; NaN may spread there to rows that share 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,6 +111,15 @@ def _in_layouts(op: str, name: str, make: Any, layouts: tuple[str, ...] = ("hnd"
     return cases
 
 
+def _stored(ask_it: Callable[..., list[Case]], name: str, make: Any, **options: Any) -> list[Case]:
+    """The same question of caches that kernels read on another path."""
+    found: list[Case] = []
+    for format, layout in (("fp8_e4m3", "hnd"), ("nvfp4", "msa_slot")):
+        asked = {"kv_format": format, "index_format": format, "dtypes": ("bfloat16",), "quick": False, **options}
+        found += ask_it(f"{format}_{name}", make, layouts=(layout,), **asked)
+    return found
+
+
 def _hidden() -> list[Case]:
     def sparse(name: str, make: Any, **options: Any) -> list[Case]:
         asked = {"kind": "sparse_attention", "return_lse": True, "quick": True, "input_class": "blocks"}
@@ -126,6 +136,9 @@ def _hidden() -> list[Case]:
         *sparse("large_future", _large_future(True), input_class="growing", bugs=("F22",)),
         *paged("outside_window", _outside_window, window_left=100, also=("stale", "row_alone"), bugs=("F22",)),
         *paged("large_future", _large_future(False), input_class="growing", bugs=("F22",)),
+        *_stored(sparse, "unselected", _unselected, also=("stale",), bugs=("F21",)),
+        *_stored(sparse, "unseen_future", _unseen_future, also=("stale",), bugs=("F22",)),
+        *_stored(paged, "outside_window", _outside_window, window_left=100, also=("stale",), bugs=("F22",)),
         *_in_layouts("block_scores", "future_nan", _future_nan, kind="sparse_attention", quick=True,
                      also=("row_alone",), input_class="needles", bugs=("F20", "F28")),
     ]  # fmt: skip
