@@ -2,13 +2,14 @@
 
 ``python machine_code.py TARGET...`` prints one JSON line per (target, case, kernel). What a case launches is recorded
 from its real call on CPU tensors, so that the compiled specialisation is the one that a GPU would run. Results are
-cached by the hash of everything that made them.
+cached by the source of the kernel, its arguments' kinds and the compiler: one change compiles one kernel again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -117,11 +118,6 @@ def _summary(registers: int, spilled: int, compiled: Any, found: list[str]) -> d
 
 def report(target: str, case: str) -> list[dict[str, Any]]:
     """One entry per distinct kernel that the case launches."""
-    files = sorted((ROOT / "backends" / "triton").rglob("*.py"))
-    key = hashlib.sha256(b"".join(f.read_bytes() for f in files) + f"{triton.__version__}{target}{case}".encode())
-    cached = CACHE / f"{key.hexdigest()}.json"
-    if cached.exists():
-        return json.loads(cached.read_text())
     entries = []
     # what the GPU's callables would launch, though the tensors are on the CPU
     for module in (select_blocks, sparse_attention, paged_attention, _plan):
@@ -132,21 +128,30 @@ def report(target: str, case: str) -> list[dict[str, Any]]:
     for module in (kv_write, qk_norm_rope_insert):
         module.converts = lambda device: not target.startswith("gfx")
     for function, args, kwargs in record(CASES[case]):
-        made, options = source(function, args, dict(kwargs))
-        compiled = triton.compile(made, target=TARGETS[target], options=options)
-        entry = {"target": target, "case": case, "kernel": function.__name__, **inspect(compiled, target)}
+        found = compiled(*source(function, args, dict(kwargs)), target)
+        entry = {"target": target, "case": case, "kernel": function.__name__, **found}
         if entry not in entries:
             entries.append(entry)
-    CACHE.mkdir(parents=True, exist_ok=True)
-    cached.write_text(json.dumps(entries))
     return entries
+
+
+def compiled(made: ASTSource, options: dict[str, Any], target: str) -> dict[str, Any]:
+    """What :func:`inspect` finds in a kernel; from the cache where its source and specialisation were met before."""
+    known = (made.fn.cache_key, made.signature, made.constants, made.attrs, options, target, triton.__version__)
+    cached = CACHE / f"{hashlib.sha256(f'{known}{Path(__file__).read_text()}'.encode()).hexdigest()}.json"
+    if not cached.exists():
+        found = inspect(triton.compile(made, target=TARGETS[target], options=options), target)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        cached.write_text(json.dumps(found))
+    return json.loads(cached.read_text())
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
     names = [name for name in sys.argv[1:] if name in TARGETS] or list(TARGETS)
     cases = [name for name in sys.argv[1:] if name not in TARGETS] or list(CASES)
-    for target in names:
-        for case in cases:
-            for entry in report(target, case):
+    # forked before anything is compiled: compilers of several processes share nothing
+    with multiprocessing.get_context("fork").Pool() as pool:
+        for entries in pool.starmap(report, [(target, case) for target in names for case in cases], chunksize=1):
+            for entry in entries:
                 print(json.dumps(entry), flush=True)
