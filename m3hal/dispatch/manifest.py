@@ -127,11 +127,13 @@ class Impl:
     layouts: for operators of the cache group, the page maps it reads and writes; ``vendor:name`` is a private one.
     devices: patterns that narrow the manifest's, where a library has a kernel for some of its devices only.
     calls: what it calls in its vendor's library.
-    memory: who owns scratch memory. ``caller``: the kernel states ``workspace_bytes``. ``self``: a closed library or
-        another array runtime. ``graph``: an object with a lifetime (symmetric buffers).
+    memory: who owns scratch memory. ``caller``: the kernel states ``workspace_bytes``, and allocates nothing beside the
+        outputs that it wasn't given. ``self``: it allocates, as a closed library or another array runtime does.
+        ``graph``: an object with a lifetime (symmetric buffers).
     files: package files besides the factory's own module that the implementation consists of; ``impl_id`` hashes them.
     traceable: whether ``torch.compile`` may look inside, as it may where all is torch operators and Triton kernels.
-        Anything else becomes one opaque call where the engine compiles what surrounds it.
+        Anything else, and what branches on the number of tokens, becomes one opaque call where the engine compiles
+        what surrounds it.
 
     What it can't take, so that conformance asks for the rest only (each narrows the contract, and shows in a claim):
     alignment: bytes that the address of every tensor is a multiple of; 1: none asked. views: inputs may have any
