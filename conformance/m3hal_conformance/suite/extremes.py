@@ -20,10 +20,10 @@ from m3hal.layouts.stored import stored
 from m3hal.ops import ExpertWeights
 from m3hal.ops.rope_partial import rope_table
 from m3hal_conformance.case import MAX_TOKENS, Case, Inputs, Rng, Site, dtype_of
-from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
+from m3hal_conformance.suite._build import LIGHT, ask, every_other, in_wide_row
 from m3hal_conformance.suite._paged import Lengths, in_huge_cache, index_layout, kv_layout
 from m3hal_conformance.suite._paged import empty as empty_cache
-from m3hal_conformance.suite.attention import _few
+from m3hal_conformance.suite.attention import _every_block, _few, _shared_pages, _with_future
 from m3hal_conformance.suite.attention import _inputs as attention
 from m3hal_conformance.suite.experts import _hot, _in_turn, _logits, _moe_inputs, _spread
 from m3hal_conformance.suite.indexer import _needles as needles
@@ -281,6 +281,11 @@ def _huge_cache(make: Make, name: str) -> Make:
     return huge
 
 
+def _spread_ids(ids: Tensor) -> Tensor:
+    """Every second place of wider rows."""
+    return every_other(ids, 2)
+
+
 def _attention() -> list[Case]:
     cases: list[Case] = []
     for op, kind, ids in (("sparse_attention", "sparse_attention", _few), ("paged_attention", "dense_attention", None)):
@@ -296,6 +301,8 @@ def _attention() -> list[Case]:
             *ask(op, "context_64k", attention(LONG, ids), bugs=("F15", "F63"), **{**asked, **long}),
             *ask(op, "lengths_differ", _drawn_lengths(partial(attention, ids=ids)), bugs=("F34",), quick=True,
                  also=("planned_once", "unbiased"), **two),
+            *ask(op, "chunks_differ", _drawn_lengths(lambda n, ids=ids: attention([(3, k + 3) for _, k in n], ids)),
+                 bugs=("F34",), **two),
             *ask(op, "wide_range", _value_sizes(attention([(2, 300), (1, 129)], ids)), quick=True, also=REQUESTS,
                  **two),
             *ask(op, "odd_address", _edited(attention([(2, 300), (1, 129)], ids), q=in_wide_row), quick=True,
@@ -304,6 +311,17 @@ def _attention() -> list[Case]:
                  lazy=("kv",), checks=("huge_pages_read",), dtypes=("bfloat16",), **{**asked, "tensor_parallel": 4}),
             *ask(op, "called_often", attention([(1, 40), (1, 3)], ids), **OFTEN, **asked),
         ]  # fmt: skip
+    strided = _edited(attention([(2, 700), (1, 300)], _few), block_ids=_spread_ids)
+    future: Lengths = [(1, 2600), (1, 700), (1, 129)]
+    block: dict[str, Any] = {"kind": "sparse_attention", "input_class": "blocks", "tensor_parallel": 2}
+    cases += [
+        *ask("sparse_attention", "every_other_id", strided, bugs=("F08",), return_lse=True, **block),
+        *ask("sparse_attention", "future_ids_of_decode", attention(future, _with_future), bugs=("F13",),
+             return_lse=True, **block),
+        *ask("sparse_attention", "chunk_200", attention([(200, 1100)], _few), checks=LIGHT, bugs=("F68",),
+             return_lse=True, **block),
+        *ask("sparse_attention", "shared_prefix", _shared_pages(_every_block), bugs=("F21",), return_lse=True, **block),
+    ]  # fmt: skip
     sixty_four = attention([(1, 60 + 9 * n) for n in range(64)], None)
     return [
         *cases,
@@ -335,12 +353,13 @@ def _indexer() -> list[Case]:
                  quick=True, **asked),
             *ask(op, "called_often", needles([(1, 40), (1, 3)]), **OFTEN, **asked),
         ]  # fmt: skip
+    mixed: Lengths = [(1, 40 if n % 2 else 2100 + 17 * n) for n in range(64)]
     return [
         *cases,
         *ask("block_scores", "beyond_31_bits_page_64", _huge_cache(needles([(1, 700), (2, 300)]), "index_cache"),
              kind="sparse_attention", page_size=64, checks=("huge_pages_read",), dtypes=("bfloat16",),
              lazy=("index_cache",), input_class="needles", bugs=("F63",)),
-        *ask("select_blocks", "batch_64_long", needles([(1, 40 if n % 2 else 2100 + 17 * n) for n in range(64)]), kind="sparse_attention",
+        *ask("select_blocks", "batch_64_long", needles(mixed), kind="sparse_attention",
              checks=LIGHT, also=("permuted_requests",), input_class="needles", bugs=("F68",)),
         *ask("block_scores", "bound_too_small_for_one", needles([(1, 2048), (2, 900), (1, 100)]), bugs=("F18",),
              kind="sparse_attention", checks=("host_bound",), input_class="needles"),
