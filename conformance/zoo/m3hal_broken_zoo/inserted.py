@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -203,15 +202,3 @@ def sparse_attention_past_the_bound(site, right):
 def paged_attention_past_the_bound(site, right):
     """Partial results are sized by the host's bound and indexed by live lengths."""
     return _past_the_bound(right)
-
-
-@mutant("linear", "nvfp4_nibbles:oracle", "F55")
-def linear_swaps_nibbles(site, right):
-    """The even column of a four-bit weight is read from the high half of its byte."""
-
-    def run(x, weight):
-        swapped = getattr(getattr(weight, "spec", None), "format", "") in ("nvfp4", "mxfp4")
-        data = (weight.data >> 4) | (weight.data << 4) if swapped else None
-        return right(x, replace(weight, data=data) if swapped else weight)
-
-    return run
