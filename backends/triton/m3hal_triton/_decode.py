@@ -33,14 +33,13 @@ def compute_dtype(format: str, dtype: str) -> tl.dtype:
     return tl.float16 if format in ("fp8_e4m3", "nvfp4") else tl.bfloat16
 
 
-def native(device: torch.device) -> bool:
-    """Whether there are the instructions of NVIDIA GPUs."""
-    return device.type == "cuda" and torch.version.hip is None
+def native(device: torch.device, dim: int, dtype: str) -> bool:
+    """Whether words of four-bit codes are converted by instructions of NVIDIA GPUs, not by Triton's operations.
 
-
-def direct(dim: int, *sizes: int) -> bool:
-    """Whether one warp's programs may load operands directly here: see :mod:`_direct`. sizes: of pages and blocks."""
-    return dim == 128 and not any(size % 32 for size in sizes) and torch.cuda.is_available() and not torch.version.hip
+    An instruction sequence takes a word to sixteen neighbouring elements, so it needs an order of elements in which a
+    thread holds whole words. That is so for bf16 activations and vectors of 128 elements, and tested for these.
+    """
+    return device.type == "cuda" and torch.version.hip is None and dim == 128 and dtype == "bfloat16"
 
 
 def check_alignment(cache: PagedCache) -> None:
@@ -53,9 +52,22 @@ def check_alignment(cache: PagedCache) -> None:
 
 @triton.jit
 def dims(DIM: tl.constexpr, FORMAT: tl.constexpr):
-    """int32 [DIM]: the element of a vector that each column of a loaded tile holds."""
+    """int32 [DIM]: the element of a vector that each column of :func:`load_rows` holds."""
     column = tl.arange(0, DIM)
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        column = column // 8 * 8 + column % 4 * 2 + column % 8 // 4
+    return column
+
+
+@triton.jit
+def key_dims(DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """int32 [DIM]: the element of a vector that each row of :func:`load_keys` holds.
+
+    Four lanes hold a key, as those of the matrix unit do, and each has a quarter of it: pairs of quarters alternate.
+    """
+    column = tl.arange(0, DIM)
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        column = column // 2 % 4 * (DIM // 4) + column // 8 * 2 + column % 2
         column = column // 8 * 8 + column % 4 * 2 + column % 8 // 4
     return column
 
@@ -81,7 +93,8 @@ def load_keys(
     """
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
         words = _words(cache, part, page, head, offset, there, DIM // WORD)
-        tile = tl.trans(_unpacked(words, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE))
+        tile = tl.reshape(_unpacked(words, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE), (KEYS, 4, DIM // 8, 2))
+        tile = tl.trans(tl.reshape(tl.permute(tile, (0, 2, 1, 3)), (KEYS, DIM)))
     else:
         at = cache + (page * part.page + head * part.head + part.codes) + offset * part.token
         at = at[None, :] + tl.arange(0, DIM)[:, None] * part.column

@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton import _direct
-from m3hal_triton._decode import as_queries, dims, factor, load_keys, load_rows, load_scales
+from m3hal_triton._decode import as_queries, dims, factor, key_dims, load_keys, load_rows, load_scales
 
 #: arguments whose values and addresses make no other kernel
 _NUMBERS = ["token_low", "token_high", "blocks", "requests", "table_row", "table_slot"]
@@ -124,7 +123,7 @@ def score_few(
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
-def score_direct(
+def score_few_by_warps(
     index_q,
     cache,
     keys,  # _pages.Part
@@ -143,18 +142,22 @@ def score_direct(
     q_strides,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
+    DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,  # per step; divides BLOCK and PAGE
     FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """:func:`score_few` by one warp a program, for heads of 128 elements in the formats of :mod:`_direct`."""
+    """:func:`score_few` by one warp a program: it exchanges nothing, and codes become operands where they are."""
     STEPS: tl.constexpr = BLOCK // KEYS
     row = tl.arange(0, ROWS)
     head = row % HEADS
-    dim = _direct.key_dims(FORMAT)
-    within = _direct.keys_of(KEYS)
+    dim = key_dims(DIM, FORMAT)
+    within = tl.arange(0, KEYS)
     share = shares + tl.program_id(0) * 8
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -167,24 +170,25 @@ def score_direct(
         live = (token < last) & (row < ROWS // HEADS * HEADS)
         position = seq_len - (last - token).to(tl.int32)
         at_q = index_q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
-        queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), tl.float16, 1)
+        queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), COMPUTE, 1)
         q_factor = q_factor * factor(None, FORMAT)
         target = scores + token * score_token + head * score_head
         best = tl.full((ROWS,), float("-inf"), tl.float32)
         low, high = (at - base) * STEPS, (until - base) * STEPS
         behind = tl.minimum(seq_len, high * KEYS)
         page = tl.load(table + low * KEYS // PAGE * table_slot, mask=low < high, other=0).to(tl.int64)
-        following = _direct.load_key_scales(cache, keys, page, 0, low * KEYS % PAGE, KEYS, FORMAT)
+        following = load_scales(cache, keys, page, 0, low * KEYS % PAGE + within, None, DIM, FORMAT, False)
         for step in range(low, high):
             start = step * KEYS
             page = tl.load(table + start // PAGE * table_slot, mask=start < behind, other=0).to(tl.int64)
             scales = following
-            if FORMAT == "nvfp4":
+            if FORMAT == "nvfp4" or FORMAT == "mxfp4":
                 later = start + KEYS
                 page_after = tl.load(table + later // PAGE * table_slot, mask=later < behind, other=0).to(tl.int64)
-                following = _direct.load_key_scales(cache, keys, page_after, 0, later % PAGE, KEYS, FORMAT)
-            tile = _direct.load_keys(cache, keys, page, 0, start % PAGE, scales, KEYS, FORMAT)
-            dots = tl.dot(queries, tile)
+                following = load_scales(cache, keys, page_after, 0, later % PAGE + within, None, DIM, FORMAT, False)
+            offset = start % PAGE + within
+            tile = load_keys(cache, keys, page, 0, offset, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+            dots = tl.dot(queries, tile, input_precision=PRECISION)
             dots = tl.where((start + within)[None, :] <= position[:, None], dots, float("-inf"))
             here = tl.reduce(dots, 1, _larger)
             best = tl.where(step % STEPS == 0, here, _larger(best, here))
@@ -258,7 +262,7 @@ def score_many(
     table = block_table + request.to(tl.int64) * table_row
     row = tl.arange(0, ROWS)
     head = row % HEADS
-    dim = dims(DIM, FORMAT)
+    dim = key_dims(DIM, FORMAT)
     token = (first + row // HEADS).to(tl.int64)
     live = (token < last) & (row < TOKENS * HEADS)
     kept = live & (token >= token_low) & (token < token_high)

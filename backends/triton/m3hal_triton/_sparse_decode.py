@@ -11,8 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton import _direct
-from m3hal_triton._decode import as_queries, dims, factor, load_keys, load_rows, load_scales
+from m3hal_triton._decode import as_queries, dims, factor, key_dims, load_keys, load_rows, load_scales
 from m3hal_triton._softmax import accumulate, clear_loose, finish
 
 #: arguments whose values and addresses make no other kernel
@@ -83,7 +82,6 @@ def attend(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,  # launched before the kernel ahead has ended
-    DIRECT: tl.constexpr,  # one warp, codes straight to registers
 ):
     PACKED: tl.constexpr = FORMAT == "nvfp4"
     split = tl.program_id(0)
@@ -91,13 +89,8 @@ def attend(
     work = tl.program_id(2)
     row = tl.arange(0, ROWS)
     head = group * GROUP + row % GROUP
-    if DIRECT:
-        q_dim, dim = _direct.key_dims(FORMAT), _direct.value_dims(FORMAT)
-        within = _direct.keys_of(KEYS)
-    else:
-        dim = dims(DIM, FORMAT)
-        q_dim = dim
-        within = tl.arange(0, KEYS)
+    dim, q_dim = dims(DIM, FORMAT), key_dims(DIM, FORMAT)
+    within = tl.arange(0, KEYS)
     entry = tl.arange(0, QT * IDS_PADDED)
     slot = entry % IDS_PADDED
     if EARLY:
@@ -159,14 +152,9 @@ def attend(
     if PACKED:
         exists = begin < end
         _, start, page = _locate(begin, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
-        if DIRECT:
-            until = newest + 1 - start // PAGE * PAGE
-            k_next = _direct.load_key_scales(cache, keys, page, group, start % PAGE, KEYS, FORMAT)
-            v_next = _direct.load_value_scales(cache, values, page, group, start % PAGE, until, KEYS, FORMAT)
-        else:
-            key = start + within
-            k_next = load_scales(cache, keys, page, group, key % PAGE, None, DIM, FORMAT, False)
-            v_next = load_scales(cache, values, page, group, key % PAGE, key <= newest, DIM, FORMAT, True)
+        key = start + within
+        k_next = load_scales(cache, keys, page, group, key % PAGE, None, DIM, FORMAT, False)
+        v_next = load_scales(cache, values, page, group, key % PAGE, key <= newest, DIM, FORMAT, True)
     for step in range(begin, end):
         block, start, page = _locate(step, True, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
         key = start + within
@@ -174,27 +162,18 @@ def attend(
         if PACKED:
             exists = step + 1 < end
             _, later, page_after = _locate(step + 1, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
-            if DIRECT:
-                until = newest + 1 - later // PAGE * PAGE
-                k_next = _direct.load_key_scales(cache, keys, page_after, group, later % PAGE, KEYS, FORMAT)
-                v_next = _direct.load_value_scales(cache, values, page_after, group, later % PAGE, until, KEYS, FORMAT)
-            else:
-                after = later + within
-                k_next = load_scales(cache, keys, page_after, group, after % PAGE, None, DIM, FORMAT, False)
-                v_next = load_scales(cache, values, page_after, group, after % PAGE, after <= newest, DIM, FORMAT, True)
-        if DIRECT:
-            until = newest + 1 - start // PAGE * PAGE
-            k_tile = _direct.load_keys(cache, keys, page, group, start % PAGE, k_scales, KEYS, FORMAT)
-            v_tile = _direct.load_values(cache, values, page, group, start % PAGE, until, v_scales, KEYS, FORMAT)
-        else:
-            there, offset = key <= newest, key % PAGE
-            k_tile = load_keys(cache, keys, page, group, offset, None, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
-            v_tile = load_rows(cache, values, page, group, offset, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+            after = later + within
+            k_next = load_scales(cache, keys, page_after, group, after % PAGE, None, DIM, FORMAT, False)
+            v_next = load_scales(cache, values, page_after, group, after % PAGE, after <= newest, DIM, FORMAT, True)
+        there, offset = key <= newest, key % PAGE
+        k_there = None if PACKED else there  # a hidden key's score is hidden, whatever it is made of
+        k_tile = load_keys(cache, keys, page, group, offset, k_there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         scores = tl.dot(queries, k_tile, input_precision=PRECISION) * score_factor[:, None]
         visible = key[None, :] <= position[:, None]
         if QT > 1:
             visible = visible & (tl.max((row_ids == block).to(tl.int32), 1) > 0)[:, None]
         scores = tl.where(visible, scores, float("-inf"))
+        v_tile = load_rows(cache, values, page, group, offset, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         top, total, acc = accumulate(scores, v_tile, top, total, acc, COMPUTE, PRECISION)
     finish(
         top, total, acc, factor(v_scale, FORMAT), token, head, dim, live, split, partial, partial_lse, out, lse,

@@ -29,19 +29,39 @@ _EVERY_PAGE = (*_CACHE_PAGES, "msa_slot", "planar")
 _WRITES = ("_encode.py", "_pages.py", "_rows.py", "_launch.py")
 
 
-def _by_dtype(path: str, limits: tuple[Limit, ...], predicate: str, files: tuple[str, ...]) -> tuple[Impl, ...]:
-    """Attention rounds its probabilities to bf16 before they meet bf16 values, and not at all in fp32."""
+def _attention(
+    module: str, factory: str, limits: tuple[Limit, ...], predicate: str, files: tuple[str, ...]
+) -> tuple[Impl, ...]:
+    """By dtype: probabilities are rounded to bf16 before they meet bf16 values, and not at all in fp32; then the
+    variants that are batch invariant, and slower."""
     return tuple(
         Impl(
-            path,
+            f"m3hal_triton.{module}:{name}",
             limits=(one_of("dtype", dtype), *limits),
             predicate=predicate,
-            traits=traits,
+            traits=rounded | invariant,
             layouts=_EVERY_PAGE,
             files=files,
-            name=dtype,
+            name=dtype + ("_batch_invariant" if invariant else ""),
         )
-        for dtype, traits in (("bfloat16", {"p_dtype": "bfloat16"}), ("float32", {}))
+        for name, invariant in ((factory, {}), ("batch_invariant", {"batch_invariant": "yes"}))
+        for dtype, rounded in (("bfloat16", {"p_dtype": "bfloat16"}), ("float32", {}))
+    )
+
+
+def _indexer(factory: str) -> tuple[Impl, ...]:
+    """A factory of the indexer, then its variant that is batch invariant."""
+    return tuple(
+        Impl(
+            f"m3hal_triton.select_blocks:{factory}{suffix}",
+            limits=(_PLAIN, *_INDEX, *_BLOCKS, *_RANKED),
+            predicate="m3hal_triton.limits:indexer",
+            traits=traits,
+            layouts=_EVERY_PAGE,
+            files=("_score.py", "_choose.py", "topk_blocks.py", *_SHARED),
+            name=suffix.removeprefix("_"),
+        )
+        for suffix, traits in (("", {}), ("_batch_invariant", {"batch_invariant": "yes"}))
     )
 
 
@@ -84,34 +104,20 @@ MANIFEST = Manifest(
                 files=_WRITES,
             ),
         ),
-        "block_scores": (
-            Impl(
-                "m3hal_triton.select_blocks:block_scores",
-                limits=(_PLAIN, *_INDEX, *_BLOCKS, *_RANKED),
-                predicate="m3hal_triton.limits:indexer",
-                layouts=_EVERY_PAGE,
-                files=("_score.py", "_choose.py", "topk_blocks.py", *_SHARED),
-            ),
-        ),
-        "select_blocks": (
-            Impl(
-                "m3hal_triton.select_blocks:select_blocks",
-                limits=(_PLAIN, *_INDEX, *_BLOCKS, *_RANKED),
-                predicate="m3hal_triton.limits:indexer",
-                layouts=_EVERY_PAGE,
-                files=("_score.py", "_choose.py", "topk_blocks.py", *_SHARED),
-            ),
-        ),
+        "block_scores": _indexer("block_scores"),
+        "select_blocks": _indexer("select_blocks"),
         "topk_blocks": (Impl("m3hal_triton.topk_blocks:topk_blocks", limits=_RANKED, files=("_choose.py",)),),
         "merge_topk": (Impl("m3hal_triton.topk_blocks:merge_topk", limits=_RANKED, files=("_choose.py",)),),
-        "sparse_attention": _by_dtype(
-            "m3hal_triton.sparse_attention:sparse_attention",
+        "sparse_attention": _attention(
+            "sparse_attention",
+            "sparse_attention",
             limits=(_KV, *_HEADS, *_BLOCKS),
             predicate="m3hal_triton.limits:attention",
             files=("_softmax.py", "_sparse_decode.py", "_sparse_prefill.py", *_SHARED),
         ),
-        "paged_attention": _by_dtype(
-            "m3hal_triton.paged_attention:paged_attention",
+        "paged_attention": _attention(
+            "paged_attention",
+            "paged_attention",
             limits=(_KV, *_HEADS),
             predicate="m3hal_triton.limits:cache",
             files=("_softmax.py", *_SHARED),

@@ -23,6 +23,7 @@ from m3hal_triton._decode import (
     compute_dtype,
     dims,
     factor,
+    key_dims,
     load_keys,
     load_rows,
     load_scales,
@@ -60,9 +61,19 @@ Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def paged_attention(site: Site) -> Kernel:
     """The kernel for a site."""
     rows = MAX_SPLIT_PROGRAMS * MAX_QUERY_TILE * (site.num_q_heads // site.num_kv_heads)
+    workspace_bytes = 4 * min(rows, site.max_tokens * site.num_q_heads * MAX_SPLITS) * (site.head_dim + 1)
+    return _kernel(site, _Run(site), workspace_bytes)
+
+
+def batch_invariant(site: Site) -> Kernel:
+    """The same, where a request's rows have the same bits alone and in any batch: all tiles are alike, none split."""
+    return _kernel(site, _Run(site, fixed=True), 0)
+
+
+def _kernel(site: Site, run: _Run, workspace_bytes: int) -> Kernel:
     return Kernel(
-        run=_Run(site),
-        workspace_bytes=4 * min(rows, site.max_tokens * site.num_q_heads * MAX_SPLITS) * (site.head_dim + 1),
+        run=run,
+        workspace_bytes=workspace_bytes,
         plan_batch=partial(plan_batch, max_tokens=site.max_tokens, max_seqs=site.max_seqs, block_size=site.page_size),
         plan_bytes=plan_bytes(site.max_tokens, site.max_seqs),
     )
@@ -71,8 +82,9 @@ def paged_attention(site: Site) -> Kernel:
 class _Run:
     """``run(q, kv, batch, out=None, workspace=None)``."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, fixed: bool = False) -> None:
         self._site = site
+        self._fixed = fixed
         self._group = site.num_q_heads // site.num_kv_heads
         self._narrow = site.dtype == "float32"  # IEEE products of fp32 hold their operands in registers
         self._keys = min(common_power_of_two(site.page_size), 16 if self._narrow else KEYS)
@@ -97,12 +109,14 @@ class _Run:
             if site.return_lse:
                 lse.fill_(float("-inf"))
             return result
-        tile = power_of_two_below(min(triton.next_power_of_2(max(meta.max_q, 1)), self._tile))
+        tile = self._tile if self._fixed else min(triton.next_power_of_2(max(meta.max_q, 1)), self._tile)
+        tile = power_of_two_below(tile)
         chunks = triton.cdiv(max(meta.max_q, 1), tile)
         programs = requests * chunks * site.num_kv_heads
         splits = min(power_of_two_below(min(2 * multiprocessors(q.device), MAX_SPLIT_PROGRAMS) // programs), MAX_SPLITS)
+        splits = 1 if self._fixed else splits
         early = splits > 1 and programmatic(q.device)
-        words = workspace.view(torch.float32)
+        words = q.new_empty(0, dtype=torch.float32) if workspace is None else workspace.view(torch.float32)
         rows = q.shape[0] * site.num_q_heads * splits if splits > 1 else 0
         partials, partial_lse = words[: rows * site.head_dim], words[rows * site.head_dim :]
         padded = max(MIN_ROWS, triton.next_power_of_2(tile * self._group))
@@ -123,7 +137,7 @@ class _Run:
             LSE=site.return_lse,
             FORMAT=site.kv_format,
             COMPUTE=compute_dtype(site.kv_format, site.dtype),
-            NATIVE=native(q.device),
+            NATIVE=native(q.device, site.head_dim, site.dtype),
             PRECISION=DOT_PRECISION,
             EARLY=early,
             num_warps=8 if self._narrow or padded > 64 else 4,
@@ -191,6 +205,7 @@ def attend_dense(
     row = tl.arange(0, ROWS)
     head = group * GROUP + row % GROUP
     dim = dims(DIM, FORMAT)
+    q_dim = key_dims(DIM, FORMAT)
     if split == 0 and SPLITS == 1:
         loose = tl.load(cu_q + requests) + work
         clear_loose(
@@ -203,7 +218,7 @@ def attend_dense(
     token = (first + row // GROUP).to(tl.int64)
     live = (token < last) & (row < QT * GROUP)
     position = seq_len - (last - token).to(tl.int32)
-    at_q = q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
+    at_q = q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + q_dim[None, :] * q_strides[2]
     queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), COMPUTE, 1)
     score_factor = q_factor * (scale * factor(k_scale, FORMAT))
     oldest = seq_len - (last - first)

@@ -13,10 +13,10 @@ from m3hal.layouts import PagedCache
 from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton import _pages
-from m3hal_triton._decode import check_alignment, compute_dtype, direct, native
+from m3hal_triton._decode import check_alignment, compute_dtype, native
 from m3hal_triton._launch import DOT_PRECISION, after, common_power_of_two, multiprocessors, programmatic
 from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
-from m3hal_triton._score import score_direct, score_few, score_many
+from m3hal_triton._score import score_few, score_few_by_warps, score_many
 from m3hal_triton.topk_blocks import launch_topk
 
 #: query tokens of a request up to which all of them are rows of one tile
@@ -47,14 +47,15 @@ class Prefill:
     waves: int = 8
 
 
-#: found on an H200, by cache format; where a warp can load operands directly, ``DIRECT`` instead
+#: found on an H200, by cache format
 DECODE = {
     "bfloat16": Decode(),
     "fp8_e4m3": Decode(programs=3),
     "nvfp4": Decode(programs=3),
     "mxfp4": Decode(programs=3),
 }
-DIRECT = {"fp8_e4m3": Decode(7, 1, 7, 64), "nvfp4": Decode(7, 1, 7, 64)}
+#: in whose stead one warp a program scores
+BY_WARPS = {"nvfp4": Decode(6, 1, 7, 64)}
 #: IEEE products of fp32 hold their operands in registers
 NARROW = Decode(stages=2)
 PREFILL = Prefill()
@@ -71,6 +72,17 @@ def select_blocks(site: Site) -> Kernel:
 def block_scores(site: Site) -> Kernel:
     """Scores alone, over a plan."""
     return _kernel(site, _Scores(site), 0)
+
+
+def select_blocks_batch_invariant(site: Site) -> Kernel:
+    """Scores and choice where a request's ids are the same alone and in any batch: one kernel scores all tokens."""
+    row = 4 * site.num_index_heads * _blocks(site)
+    return _kernel(site, _Select(site, few_tokens=0), min(SCORE_BYTES, site.max_tokens * row))
+
+
+def block_scores_batch_invariant(site: Site) -> Kernel:
+    """Scores that have the same bits alone and in any batch."""
+    return _kernel(site, _Scores(site, few_tokens=0), 0)
 
 
 def _kernel(site: Site, run: _Indexer, workspace_bytes: int) -> Kernel:
@@ -91,13 +103,15 @@ def _blocks(site: Site) -> int:
 class _Indexer:
     """What both operators launch."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, few_tokens: int = FEW_TOKENS) -> None:
         self._site = site
+        self._few_tokens = few_tokens
         self._heads = site.num_index_heads
         self._narrow = site.dtype == "float32"
         self.tuning = NARROW if self._narrow else DECODE[site.index_format]
-        if direct(site.index_dim, site.page_size, site.block_size) and not self._narrow:
-            self.tuning = DIRECT.get(site.index_format, self.tuning)
+        self._warp_keys = common_power_of_two(site.block_size, site.page_size)
+        if site.index_dim == 128 and not self._narrow:
+            self.tuning = BY_WARPS.get(site.index_format, self.tuning)
         self._keys = min(common_power_of_two(site.block_size), 32 if self._narrow else 128)
         self._rows = 16 if self._narrow else PREFILL.rows
         self._requests = triton.next_power_of_2(max(site.max_seqs, 1))
@@ -125,26 +139,27 @@ class _Indexer:
             *scores.stride(),
             index_q.stride(),
         )
-        statics = {"HEADS": heads, "ROWS": rows, "BLOCK": site.block_size, "PAGE": site.page_size, "EARLY": early}
-        options = {"num_warps": self.tuning.warps, "num_stages": self.tuning.stages, **after(early)}
-        grid = (len(batch.shares),)
-        if self.tuning.warps == 1 and rows == 16:
-            keys = min(self.tuning.keys, common_power_of_two(site.block_size, site.page_size))
-            score_direct[grid](*given, **statics, KEYS=keys, FORMAT=site.index_format, **options)
-            return
-        if self.tuning.warps == 1:  # more rows than one warp has registers for
-            options |= {"num_warps": 4, "num_stages": 4}
-        score_few[grid](
-            *given,
-            **statics,
-            DIM=site.index_dim,
-            KEYS=self._keys,
-            FORMAT=site.index_format,
-            COMPUTE=compute_dtype(site.index_format, site.dtype),
-            NATIVE=native(index_q.device),
-            PRECISION=DOT_PRECISION,
-            **options,
-        )
+        statics = {
+            "HEADS": heads,
+            "ROWS": rows,
+            "DIM": site.index_dim,
+            "BLOCK": site.block_size,
+            "PAGE": site.page_size,
+            "FORMAT": site.index_format,
+            "COMPUTE": compute_dtype(site.index_format, site.dtype),
+            "NATIVE": native(index_q.device, site.index_dim, site.dtype),
+            "PRECISION": DOT_PRECISION,
+            "EARLY": early,
+        }
+        grid, tuning = (len(batch.shares),), self.tuning
+        by_warps = tuning.warps == 1 and rows == 16  # more rows are more than one warp has registers for
+        if tuning.warps == 1 and not by_warps:
+            tuning = DECODE[site.index_format]
+        options = {"num_warps": tuning.warps, "num_stages": tuning.stages, **after(early)}
+        if by_warps:
+            score_few_by_warps[grid](*given, **statics, KEYS=min(tuning.keys, self._warp_keys), **options)
+        else:
+            score_few[grid](*given, **statics, KEYS=self._keys, **options)
 
     def _many(
         self, index_q: torch.Tensor, cache: PagedCache, batch: BatchPlan, scores: torch.Tensor, low: int, high: int
@@ -180,7 +195,7 @@ class _Indexer:
             REQUESTS=self._requests,
             FORMAT=site.index_format,
             COMPUTE=compute_dtype(site.index_format, site.dtype),
-            NATIVE=native(index_q.device),
+            NATIVE=native(index_q.device, site.index_dim, site.dtype),
             PRECISION=DOT_PRECISION,
             num_warps=4 if self._narrow else PREFILL.warps,
             num_stages=2 if self._narrow else PREFILL.stages,
@@ -198,7 +213,7 @@ class _Scores(_Indexer):
             out = load("block_scores").fake(index_q, index_cache, meta, block_size=self._site.block_size)
         out.fill_(float("-inf"))
         if out.numel() and meta.seq_lens.shape[0]:
-            if meta.max_q <= FEW_TOKENS:
+            if meta.max_q <= self._few_tokens:
                 self._few(index_q, index_cache, batch, out)
             else:
                 self._many(index_q, index_cache, batch, out, 0, index_q.shape[0])
@@ -224,7 +239,7 @@ class _Select(_Indexer):
         scratch = workspace.view(torch.float32)
         tokens, heads = index_q.shape[0], self._heads
         blocks = max(triton.cdiv(meta.max_k, site.block_size), 1)
-        few = meta.max_q <= FEW_TOKENS
+        few = meta.max_q <= self._few_tokens
         early = few and programmatic(index_q.device)
         at_once = tokens if few else scratch.numel() // (heads * blocks)
         for low in range(0, tokens, at_once):

@@ -16,7 +16,7 @@ from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton import _pages
 from m3hal_triton import _sparse_prefill as prefill
-from m3hal_triton._decode import check_alignment, compute_dtype, direct, native
+from m3hal_triton._decode import check_alignment, compute_dtype, native
 from m3hal_triton._launch import (
     DOT_PRECISION,
     LOG2_E,
@@ -68,14 +68,12 @@ class Prefill:
     merge_warps: int = 1
 
 
-#: found on an H200, by cache format: of decode, and of verify
+#: found on an H200, by cache format: of a decode in one part, of one that is split, and of verify
 DECODE = {
-    "bfloat16": (Decode(), Decode()),
-    "fp8_e4m3": (Decode(keys=128), Decode(keys=128)),
-    "nvfp4": (Decode(keys=128), Decode(keys=128, stages=2)),
+    "bfloat16": (Decode(), Decode(), Decode()),
+    "fp8_e4m3": (Decode(keys=128), Decode(keys=128, stages=2), Decode(keys=128)),
+    "nvfp4": (Decode(keys=128), Decode(keys=128), Decode(keys=128, stages=2)),
 }
-#: of decode where a warp can load operands directly
-DIRECT = {"fp8_e4m3": Decode(8, 32, 1, 3), "nvfp4": Decode(8, 32, 1, 3)}
 #: IEEE products of fp32 hold their operands in registers
 NARROW = Decode(keys=16, warps=8, stages=2)
 PREFILL = Prefill()
@@ -85,8 +83,19 @@ Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def sparse_attention(site: Site) -> Kernel:
     """The kernel for a site: split-K decode, and prefill organised by key block."""
+    return _kernel(site, _Run(site))
+
+
+def batch_invariant(site: Site) -> Kernel:
+    """The same, where a request's rows have the same bits alone and in any batch: all tokens go through prefill.
+
+    A decode's splits depend on how many requests share the GPU, and with them the order of its sums.
+    """
+    return _kernel(site, _Run(site, few_tokens=0))
+
+
+def _kernel(site: Site, run: _Run) -> Kernel:
     bounds = {"max_tokens": site.max_tokens, "max_seqs": site.max_seqs, "block_size": site.block_size}
-    run = _Run(site)
     return Kernel(
         run=run,
         workspace_bytes=run.workspace_bytes,
@@ -98,20 +107,18 @@ def sparse_attention(site: Site) -> Kernel:
 class _Run:
     """``run(q, kv, block_ids, batch, out=None, workspace=None)``."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, few_tokens: int = FEW_TOKENS) -> None:
         self._site = site
+        self._few_tokens = few_tokens
         self._group = site.num_q_heads // site.num_kv_heads
         self._narrow = site.dtype == "float32"
         most = common_power_of_two(site.block_size, site.page_size)
-        tuned = (NARROW, NARROW) if self._narrow else DECODE[site.kv_format]
-        fits = self._group <= MIN_ROWS and direct(site.head_dim, site.page_size, site.block_size)
-        if fits and not self._narrow:
-            tuned = (DIRECT.get(site.kv_format, tuned[0]), tuned[1])
+        tuned = (NARROW,) * 3 if self._narrow else DECODE[site.kv_format]
         self._tuning = tuple(replace(tuning, keys=min(tuning.keys, most)) for tuning in tuned)
         self._fake = partial(load("sparse_attention").fake, return_lse=site.return_lse)
         self._decode_bytes = self._decode_workspace()
         self.workspace_bytes = self._decode_bytes
-        if site.max_tokens > FEW_TOKENS:
+        if site.max_tokens > few_tokens:
             self._sort_bytes = self._prefill_sort_bytes()
             per_token = site.num_q_heads * site.top_k_blocks * (site.head_dim * (4 if self._narrow else 2) + 4)
             room = max(PREFILL_BYTES - self._sort_bytes, per_token)
@@ -144,7 +151,7 @@ class _Run:
         output, lse = result if self._site.return_lse else (result, result)
         check_alignment(kv)
         if q.shape[0] and batch.meta.seq_lens.shape[0]:
-            run = self._decode if batch.meta.max_q <= FEW_TOKENS else self._prefill
+            run = self._decode if batch.meta.max_q <= self._few_tokens else self._prefill
             run(q, kv, block_ids, batch, output, lse, workspace)
         else:
             output.zero_()
@@ -158,8 +165,10 @@ class _Run:
         tile = min(triton.next_power_of_2(max(meta.max_q, 1)), MAX_QUERY_TILE)
         chunks = triton.cdiv(max(meta.max_q, 1), tile)
         tiles = tokens if tile == 1 else requests * chunks
-        tuning = self._tuning[tile > 1]
-        room = min(tuning.programs * multiprocessors(q.device), MAX_SPLIT_PROGRAMS) // (tiles * site.num_kv_heads)
+        whole, split, verify = self._tuning
+        programs = min(split.programs * multiprocessors(q.device), MAX_SPLIT_PROGRAMS)
+        room = programs // (tiles * site.num_kv_heads)
+        tuning = verify if tile > 1 else split if room > 1 else whole
         steps = site.top_k_blocks * site.block_size // tuning.keys
         splits = min(power_of_two_below(room), power_of_two_below(steps), MAX_SPLITS)
         words = workspace.view(torch.float32)
@@ -205,10 +214,9 @@ class _Run:
             LSE=site.return_lse,
             FORMAT=site.kv_format,
             COMPUTE=compute_dtype(site.kv_format, site.dtype),
-            NATIVE=native(q.device),
+            NATIVE=native(q.device, site.head_dim, site.dtype),
             PRECISION=DOT_PRECISION,
             EARLY=early,
-            DIRECT=tuning.warps == 1,
             num_warps=tuning.warps,
             num_stages=tuning.stages,
             **after(early),
@@ -295,7 +303,7 @@ class _Run:
             KEYS=site.block_size if whole else self._tuning[0].keys,
             FORMAT=site.kv_format,
             COMPUTE=tl.float32 if self._narrow else tl.bfloat16,
-            NATIVE=native(q.device),
+            NATIVE=native(q.device, site.head_dim, site.dtype),
             PRECISION=DOT_PRECISION,
             num_warps=4 if self._narrow else PREFILL.warps,
         )

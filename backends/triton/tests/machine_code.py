@@ -123,8 +123,7 @@ def report(target: str, case: str) -> list[dict[str, Any]]:
     for module in (select_blocks, sparse_attention, paged_attention, _plan):
         module.multiprocessors = lambda device: 132
         module.programmatic = lambda device: not target.startswith("gfx")
-        module.native = lambda device: not target.startswith("gfx")
-        module.direct = lambda dim, *sizes: dim == 128 and not target.startswith("gfx")
+        module.native = lambda *given: not target.startswith("gfx")
     for module in (kv_write, qk_norm_rope_insert):
         module.converts = lambda device: not target.startswith("gfx")
     for function, args, kwargs in record(CASES[case]):

@@ -112,6 +112,21 @@ def test_scores_and_choice(dtype, lengths, format, layout):
     assert torch.equal(ids, op.reference(index_q, cache, batch.meta, **op.static_values(site)))
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS["decode"], LENGTHS["verify"]], ids=["decode", "verify"])
+def test_scores_by_warps(lengths):
+    """Vectors of 128 elements, which one warp a program scores."""
+    site = sparse_site(torch.bfloat16, index_format="nvfp4", index_dim=128, page_size=32)
+    batch = Batch(site, lengths, torch.bfloat16, layout="msa_slot")
+    index_q, cache = batch.queries(2, 128), batch.cache(1, 128, False, format="nvfp4")
+    kernel = block_scores(site)
+    assert kernel.run.tuning.warps == 1
+    scores = kernel.run(index_q, cache, plan(kernel, batch.meta))
+    exact = load("block_scores").reference(index_q.double(), cache, batch.meta, block_size=site.block_size)
+    assert torch.equal(torch.isneginf(scores), torch.isneginf(exact))
+    seen = ~torch.isneginf(exact)
+    assert (scores[seen] - exact[seen]).abs().max() <= 1e-5 * exact[seen].abs().max()
+
+
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 3e4, 1e30])
 @pytest.mark.parametrize("format", ["fp8_e4m3", "nvfp4"])
 def test_queries_of_any_magnitude(format, magnitude):
