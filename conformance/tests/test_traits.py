@@ -130,7 +130,7 @@ def test_costs_are_capped():
     assert cap("row", {"p_dtype": "e4m3x448"}, "exact") == LOOSE_CAP["row"]
     assert max(CAP["row"], LOOSE_CAP["row"]) < 1  # zeros are off by 1
     bounds = bounds_for(ops.load("linear"), "bfloat16", "plain", {"activation_format": "nvfp4"}, "exact")
-    assert bounds("out", "row") == LOOSE_CAP["row"]
+    assert CAP["row"] < bounds("out", "row") <= LOOSE_CAP["row"]
     assert is_unbounded("rounding", {"kv_scale_used": "no"}, "exact")
     assert not is_unbounded("rounding", {"kv_scale_used": "no"}, "declared")
 
