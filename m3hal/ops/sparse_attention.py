@@ -8,8 +8,8 @@ that are not in the future::
 
 What a row does not see does not matter to it. Bytes past ``seq_len``, blocks that its ids do not name, and pages of
 other requests may hold anything, NaN too. A key of a named block that lies in the row's future may hold any finite
-number; where it is NaN or infinite, and another row of the request may see it, this row may become NaN as well: queries
-that share a tile of keys can't hide ``0 * NaN``. The reference hides it.
+number; where it is NaN or infinite, this row may become NaN as well: queries that share a tile of keys can't hide
+``0 * NaN``. The reference hides it.
 
 Source: MiniMax-AI/MSA; transformers ``minimax_m3_vl`` (``MiniMaxM3VLAttention`` with the block mask of its indexer).
 Dense attention over more than ``top_k_blocks * block_size`` keys is a different function, not an implementation.
