@@ -60,14 +60,16 @@ def dims(DIM: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def key_dims(DIM: tl.constexpr, FORMAT: tl.constexpr):
+def key_dims(DIM: tl.constexpr, FORMAT: tl.constexpr, SMALL: tl.constexpr):
     """int32 [DIM]: the element of a vector that each row of :func:`load_keys` holds.
 
-    Four lanes hold a key, as those of the matrix unit do, and each has a quarter of it: pairs of quarters alternate.
+    SMALL: for a product of fewer than 64 rows. Its unit takes keys from registers: four lanes hold a key, as four lanes
+    load it, and when pairs of their quarters alternate, the loaded numbers are operands where they are.
     """
     column = tl.arange(0, DIM)
-    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+    if SMALL and (FORMAT == "nvfp4" or FORMAT == "mxfp4"):
         column = column // 2 % 4 * (DIM // 4) + column // 8 * 2 + column % 2
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
         column = column // 8 * 8 + column % 4 * 2 + column % 8 // 4
     return column
 
@@ -85,6 +87,7 @@ def factor(global_scale, FORMAT: tl.constexpr):
 def load_keys(
     cache, part, page, head, offset, there, scales,
     DIM: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr,
+    SMALL: tl.constexpr,
 ):  # fmt: skip
     """[DIM, KEYS]. part: of :mod:`_pages`; page: int64, one or [KEYS]; offset in the page, there: [KEYS].
 
@@ -93,8 +96,11 @@ def load_keys(
     """
     if FORMAT == "nvfp4" or FORMAT == "mxfp4":
         words = _words(cache, part, page, head, offset, there, DIM // WORD)
-        tile = tl.reshape(_unpacked(words, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE), (KEYS, 4, DIM // 8, 2))
-        tile = tl.trans(tl.reshape(tl.permute(tile, (0, 2, 1, 3)), (KEYS, DIM)))
+        tile = _unpacked(words, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        if SMALL:
+            quarters = tl.permute(tl.reshape(tile, (KEYS, 4, DIM // 8, 2)), (0, 2, 1, 3))
+            tile = tl.reshape(quarters, (KEYS, DIM))
+        tile = tl.trans(tile)
     else:
         at = cache + (page * part.page + head * part.head + part.codes) + offset * part.token
         at = at[None, :] + tl.arange(0, DIM)[:, None] * part.column

@@ -156,7 +156,7 @@ def score_few_by_warps(
     STEPS: tl.constexpr = BLOCK // KEYS
     row = tl.arange(0, ROWS)
     head = row % HEADS
-    dim = key_dims(DIM, FORMAT)
+    dim = key_dims(DIM, FORMAT, ROWS < 64)
     within = tl.arange(0, KEYS)
     share = shares + tl.program_id(0) * 8
     if EARLY:
@@ -187,7 +187,7 @@ def score_few_by_warps(
                 page_after = tl.load(table + later // PAGE * table_slot, mask=later < behind, other=0).to(tl.int64)
                 following = load_scales(cache, keys, page_after, 0, later % PAGE + within, None, DIM, FORMAT, False)
             offset = start % PAGE + within
-            tile = load_keys(cache, keys, page, 0, offset, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+            tile = load_keys(cache, keys, page, 0, offset, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE, ROWS < 64)
             dots = tl.dot(queries, tile, input_precision=PRECISION)
             dots = tl.where((start + within)[None, :] <= position[:, None], dots, float("-inf"))
             here = tl.reduce(dots, 1, _larger)
@@ -262,7 +262,7 @@ def score_many(
     table = block_table + request.to(tl.int64) * table_row
     row = tl.arange(0, ROWS)
     head = row % HEADS
-    dim = key_dims(DIM, FORMAT)
+    dim = key_dims(DIM, FORMAT, ROWS < 64)
     token = (first + row // HEADS).to(tl.int64)
     live = (token < last) & (row < TOKENS * HEADS)
     kept = live & (token >= token_low) & (token < token_high)
@@ -283,7 +283,7 @@ def score_many(
         key = start + tl.arange(0, KEYS)
         page = _pages_of(start, seq_len, table, table_slot, PAGE, KEYS)
         scales = load_scales(cache, keys, page, 0, key % PAGE, None, DIM, FORMAT, False)
-        tile = load_keys(cache, keys, page, 0, key % PAGE, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        tile = load_keys(cache, keys, page, 0, key % PAGE, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE, ROWS < 64)
         here = tl.reduce(tl.dot(queries, tile, input_precision=PRECISION), 1, _larger)
         best = tl.where(step % STEPS == 0, here, _larger(best, here))
         if step % STEPS == STEPS - 1:
@@ -293,7 +293,7 @@ def score_many(
         key = start + tl.arange(0, KEYS)
         page = _pages_of(start, seq_len, table, table_slot, PAGE, KEYS)
         scales = load_scales(cache, keys, page, 0, key % PAGE, None, DIM, FORMAT, False)
-        tile = load_keys(cache, keys, page, 0, key % PAGE, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        tile = load_keys(cache, keys, page, 0, key % PAGE, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE, ROWS < 64)
         dots = tl.dot(queries, tile, input_precision=PRECISION)
         here = tl.reduce(tl.where(key[None, :] <= position[:, None], dots, float("-inf")), 1, _larger)
         best = tl.where(step % STEPS == 0, here, _larger(best, here))

@@ -83,13 +83,14 @@ def attend(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,  # launched before the kernel ahead has ended
 ):
+    SMALL: tl.constexpr = ROWS < 64
     PACKED: tl.constexpr = FORMAT == "nvfp4"
     split = tl.program_id(0)
     group = tl.program_id(1)
     work = tl.program_id(2)
     row = tl.arange(0, ROWS)
     head = group * GROUP + row % GROUP
-    dim, q_dim = dims(DIM, FORMAT), key_dims(DIM, FORMAT)
+    dim, q_dim = dims(DIM, FORMAT), key_dims(DIM, FORMAT, SMALL)
     within = tl.arange(0, KEYS)
     entry = tl.arange(0, QT * IDS_PADDED)
     slot = entry % IDS_PADDED
@@ -167,7 +168,9 @@ def attend(
             v_next = load_scales(cache, values, page_after, group, after % PAGE, after <= newest, DIM, FORMAT, True)
         there, offset = key <= newest, key % PAGE
         k_there = None if PACKED else there  # a hidden key's score is hidden, whatever it is made of
-        k_tile = load_keys(cache, keys, page, group, offset, k_there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        k_tile = load_keys(
+            cache, keys, page, group, offset, k_there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE, SMALL
+        )
         scores = tl.dot(queries, k_tile, input_precision=PRECISION) * score_factor[:, None]
         visible = key[None, :] <= position[:, None]
         if QT > 1:

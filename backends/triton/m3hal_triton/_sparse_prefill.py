@@ -159,7 +159,7 @@ def _tiles(
         k_rows = load_rows(cache, keys, page, head, offset, there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         k_tile = tl.trans(natural(k_rows, DIM, KEYS, FORMAT))
     else:
-        k_tile = load_keys(cache, keys, page, head, offset, there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        k_tile = load_keys(cache, keys, page, head, offset, there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE, False)
     v_tile = load_rows(cache, values, page, head, offset, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
     return k_tile, natural(v_tile, DIM, KEYS, FORMAT)
 

@@ -195,6 +195,7 @@ def attend_dense(
 ):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    SMALL: tl.constexpr = ROWS < 64
     split = tl.program_id(0)
     group = tl.program_id(1)
     work = tl.program_id(2)
@@ -205,7 +206,7 @@ def attend_dense(
     row = tl.arange(0, ROWS)
     head = group * GROUP + row % GROUP
     dim = dims(DIM, FORMAT)
-    q_dim = key_dims(DIM, FORMAT)
+    q_dim = key_dims(DIM, FORMAT, SMALL)
     if split == 0 and SPLITS == 1:
         loose = tl.load(cu_q + requests) + work
         clear_loose(
@@ -255,7 +256,7 @@ def attend_dense(
             ).to(tl.int64)  # fmt: skip
             k_next = load_scales(cache, keys, page_after, group, later % PAGE, None, DIM, FORMAT, False)
             v_next = load_scales(cache, values, page_after, group, later % PAGE, later < seq_len, DIM, FORMAT, True)
-        k_tile = load_keys(cache, keys, page, group, offset, None, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+        k_tile = load_keys(cache, keys, page, group, offset, None, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE, SMALL)
         scores = tl.dot(queries, k_tile, input_precision=PRECISION) * score_factor[:, None]
         visible = written[None, :] & live[:, None]
         if CAUSAL:
