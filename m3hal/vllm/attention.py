@@ -33,7 +33,7 @@ from m3hal.layouts import KVLayout, page_map
 from m3hal.ops import QKNorms
 from m3hal.shape import Site
 from m3hal.vllm import opaque
-from m3hal.vllm.cache import CacheLayer, backend_name
+from m3hal.vllm.cache import CacheLayer, backend_name, moving
 from m3hal.vllm.operators import SiteOperators
 
 
@@ -71,6 +71,7 @@ class M3Attention(nn.Module):
             )
             self.select = operators.run("select_blocks", prefix)
 
+        self.caches = (self.kv, self.index) if self.is_sparse else (self.kv,)
         vllm_config.compilation_config.static_forward_context[self.name] = self  # where the opaque operator looks
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -87,6 +88,10 @@ class M3Attention(nn.Module):
         if not isinstance(batches, dict):  # vLLM measures memory before it has allocated caches
             out.zero_()
             return
+        with moving(self.caches, batches):
+            self._attend(batches, qkv, positions, out)
+
+    def _attend(self, batches: Any, qkv: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         batch = batches[self.kv.name]
         tokens = batch.tokens
         out[tokens:].zero_()  # padding

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, MLAAttentionSpec, SparseCacheRole
@@ -107,3 +110,17 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         if layout.has_values:
             return FullAttentionSpec(**common, head_size_v=layout.dim)
         return MLAAttentionSpec(**common, cache_role=SparseCacheRole.INDEXER)
+
+
+@contextmanager
+def moving(caches: tuple[CacheLayer, ...], batches: Mapping[str, Any]) -> Iterator[None]:
+    """Around what a layer does with its caches, where a connector brings pages in and takes them out."""
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    if connector is None or not connector.has_connector_metadata():
+        yield
+        return
+    for layer in caches:
+        connector.wait_for_layer_load(layer.name)
+    yield
+    for layer in caches:
+        connector.save_kv_layer(layer.name, layer.kv_cache, batches[layer.name])

@@ -17,6 +17,8 @@ KV_FORMATS: Mapping[str, str] = {
 }
 INDEX_FORMATS: Mapping[str, str] = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 
+#: KV connectors that were run
+CONNECTORS = ("ExampleConnector",)
 #: methods of speculative decoding that were run
 SPECULATIVE = ("ngram", "eagle3")
 
@@ -99,13 +101,23 @@ def _parallelism(vllm_config: Any) -> Mapping[str, bool]:
 def _caches(vllm_config: Any) -> Mapping[str, bool]:
     cache = vllm_config.cache_config
     return {
-        "moving KV caches between engines (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        f"moving KV caches between engines other than by {' or '.join(CONNECTORS)}, in plain formats, "
+        "(--kv-transfer-config)": not _moves_plainly(vllm_config),
         "moving KV caches out of the device (--kv-offloading-size)": cache.kv_offloading_size is not None,
         "keeping layers out of the KV cache's format (--kv-cache-dtype-skip-layers)": bool(
             getattr(cache, "kv_cache_dtype_skip_layers", None)
         ),
         "sharing KV caches between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
     }
+
+
+def _moves_plainly(vllm_config: Any) -> bool:
+    """Connectors that were run; they take tokens out of pages, and a token's bytes lie together in plain pages only."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return True
+    formats = {kv_format(vllm_config), index_format(vllm_config)}
+    return transfer.kv_connector in CONNECTORS and formats <= set(DTYPES)
 
 
 def _others(vllm_config: Any) -> Mapping[str, bool]:

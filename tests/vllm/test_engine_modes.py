@@ -69,3 +69,17 @@ def test_other_weights_while_the_engine_lives(
     for name, completions in found["rounds"].items():
         assert difference(completions, found["expected"][name]) == "", name
     assert found["rounds"]["before"] != found["rounds"]["after"] != found["rounds"]["of a part"]
+
+
+@pytest.mark.slow
+def test_pages_that_a_connector_brings_are_used(
+    engine: Any, checkpoint: Any, prompts: Any, oracle: Any, difference: Any, tmp_path: Any
+) -> None:
+    """KV and index caches of whole pages are read back, not computed: with zeros instead the tokens are others."""
+    found = engine("connected", checkpoint=checkpoint, prompts=prompts[2:], work=tmp_path)
+    assert difference(found["rounds"]["written"], oracle[2:]) == ""
+    assert difference(found["rounds"]["read"], oracle[2:]) == ""
+    assert difference(found["zeros"], oracle[2:]) != ""
+    assert [completion["cached"] for completion in found["rounds"]["written"]] == [0, 0, 0]
+    assert min(completion["cached"] for completion in found["rounds"]["read"]) >= 128
+    assert sum("index_cache" in name for name in found["files"]) == 3

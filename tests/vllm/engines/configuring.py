@@ -133,7 +133,13 @@ def refused(ask: Asker) -> None:
     ask("pipeline parallelism", pipeline_parallel_size=2)
     ask("lora", enable_lora=True)
     ask("data parallelism", data_parallel_size=2)
-    ask("kv transfer", kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    ask("kv transfer", kv_transfer_config=connector)
+    ask(
+        "kv transfer of codes",
+        kv_transfer_config={**connector, "kv_connector": "ExampleConnector"},
+        kv_cache_dtype="nvfp4",
+    )
     ask("kv offloading", kv_offloading_size=1.0)
     ask("routed experts", enable_return_routed_experts=True)
     ask("prompt embeddings", enable_prompt_embeds=True)
