@@ -8,8 +8,8 @@ from attention_cases import DEVICE
 from m3hal.layouts import KVLayout, PagedCache
 
 #: (format, page map) of the caches that kernels write; mxfp4 holds index keys only
-MAPS = [("float32", "hnd"), ("bfloat16", "hnd"), ("bfloat16", "nhd"), ("fp8_e4m3", "hnd"), ("fp8_e4m3", "nhd")]
-MAPS += [("nvfp4", "msa_slot"), ("nvfp4", "planar"), ("mxfp4", "msa_slot"), ("mxfp4", "planar")]
+MAPS = [(format, kind) for format in ("float32", "bfloat16", "fp8_e4m3") for kind in ("hnd", "nhd")]
+MAPS += [(format, kind) for format in ("nvfp4", "mxfp4") for kind in ("msa_slot", "planar")]
 #: global scales that are no power of two
 SCALES = (0.37, 1.9)
 

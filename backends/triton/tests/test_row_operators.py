@@ -6,7 +6,6 @@ import pytest
 import torch
 from attention_cases import DEVICE, poisoned, sparse_site
 from m3hal_conformance.compare import ulps
-from m3hal_triton.kv_write import kv_write
 from m3hal_triton.qk_norm_rope_insert import qk_norm_rope_insert
 from m3hal_triton.rms_norm import add_rms_norm, rms_norm
 from m3hal_triton.swiglu_oai import swiglu_oai
@@ -76,20 +75,6 @@ def _cache(layout, dtype, heads, dim, values):
     made = KVLayout(layout, str(dtype).removeprefix("torch."), 16, heads, dim, values)
     buffer = torch.full((4, 2, *made.page_shape()), float("nan"), dtype=dtype, device=DEVICE)
     return PagedCache(buffer[:, 1], made)
-
-
-@DTYPES
-@pytest.mark.parametrize("layout", ["hnd", "nhd"])
-@pytest.mark.parametrize("values", [True, False], ids=["main", "index"])
-def test_kv_write(dtype, layout, values):
-    """Exactly the named slots are written, a negative one nowhere."""
-    site, op = sparse_site(dtype), load("kv_write")
-    ours, theirs = (_cache(layout, dtype, 3, 32, values) for _ in range(2))
-    k, v = _randn(6, 3, 32, dtype=dtype), _randn(6, 3, 32, dtype=dtype) if values else None
-    slots = torch.tensor([0, 63, -1, 17, 31, 32], device=DEVICE)
-    kv_write(site)(ours, k, v, slots)
-    op.reference(theirs, k, v, slots)
-    assert torch.equal(ours.buf.view(torch.uint8), theirs.buf.view(torch.uint8))
 
 
 @DTYPES
