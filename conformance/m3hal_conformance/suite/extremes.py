@@ -301,6 +301,8 @@ def _attention() -> list[Case]:
             *ask(op, "context_64k", attention(LONG, ids), bugs=("F15", "F63"), **{**asked, **long}),
             *ask(op, "lengths_differ", _drawn_lengths(partial(attention, ids=ids)), bugs=("F34",), quick=True,
                  also=("planned_once", "unbiased"), **two),
+            *ask(op, "one_plan", attention([(1, 700), (1, 129), (1, 0)], ids), checks=("oracle", "planned_once"),
+                 bugs=("F34",), quick=True, **two),
             *ask(op, "chunks_differ", _drawn_lengths(lambda n, ids=ids: attention([(3, k + 3) for _, k in n], ids)),
                  bugs=("F34",), **two),
             *ask(op, "wide_range", _value_sizes(attention([(2, 300), (1, 129)], ids)), quick=True, also=REQUESTS,
