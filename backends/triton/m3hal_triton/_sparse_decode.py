@@ -22,16 +22,16 @@ _ARRAYS = ["block_ids", "cu_q", "seq_lens", "request_of", "position_of", "block_
 
 @triton.jit
 def _locate(
-    step, exists, ids, pages, rank, table, table_step, BLOCK: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
+    step, newest, ids, pages, rank, table, table_step, BLOCK: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """The block, the first key and the page of a step; any page of a step that does not exist."""
+    """The block, the first key and the page of a step; some page where there is no such step or none of its keys."""
     here = rank == step // (BLOCK // KEYS)
     block = tl.sum(tl.where(here, ids, 0), 0)
     start = block * BLOCK + step % (BLOCK // KEYS) * KEYS
     if PAGE >= BLOCK:
         page = tl.sum(tl.where(here, pages, 0), 0)
     else:
-        page = tl.load(table + start // PAGE * table_step, mask=exists, other=0)
+        page = tl.load(table + start // PAGE * table_step, mask=start <= newest, other=0)
     return block, start, page.to(tl.int64)
 
 
@@ -151,18 +151,16 @@ def attend(
     acc = tl.zeros((ROWS, DIM), tl.float32)
     k_next, v_next = 0, 0
     if PACKED:
-        exists = begin < end
-        _, start, page = _locate(begin, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
+        _, start, page = _locate(begin, newest, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
         key = start + within
         k_next = load_scales(cache, keys, page, group, key % PAGE, None, DIM, FORMAT, False)
         v_next = load_scales(cache, values, page, group, key % PAGE, key <= newest, DIM, FORMAT, True)
     for step in range(begin, end):
-        block, start, page = _locate(step, True, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
+        block, start, page = _locate(step, newest, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
         key = start + within
         k_scales, v_scales = k_next, v_next
         if PACKED:
-            exists = step + 1 < end
-            _, later, page_after = _locate(step + 1, exists, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
+            _, later, page_after = _locate(step + 1, newest, ids, pages, rank, table, table_slot, BLOCK, PAGE, KEYS)
             after = later + within
             k_next = load_scales(cache, keys, page_after, group, after % PAGE, None, DIM, FORMAT, False)
             v_next = load_scales(cache, values, page_after, group, after % PAGE, after <= newest, DIM, FORMAT, True)
