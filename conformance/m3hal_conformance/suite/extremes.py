@@ -246,12 +246,14 @@ def _stored_caches() -> list[Case]:
     ]
 
 
-def _drawn_lengths(question: Callable[[Lengths], Any]) -> Make:
+def _drawn_lengths(question: Callable[[Lengths], Any], queries: int = 1) -> Make:
     """Another seed has the same lengths in another order: tensors of the same shapes that say something else."""
 
     def make(rng: Rng, site: Site) -> Inputs:
         lengths = [1, 60, 128, 129, 250, 384, 300]
-        found: Inputs = question([(1, lengths[i]) for i in rng.permutation(len(lengths)).tolist()])(rng, site)
+        found: Inputs = question([(queries, lengths[i] + queries - 1) for i in rng.permutation(len(lengths)).tolist()])(
+            rng, site
+        )
         return found
 
     return make
@@ -303,8 +305,8 @@ def _attention() -> list[Case]:
                  also=("planned_once", "unbiased"), **two),
             *ask(op, "one_plan", attention([(1, 700), (1, 129), (1, 0)], ids), checks=("oracle", "planned_once"),
                  bugs=("F34",), quick=True, **two),
-            *ask(op, "chunks_differ", _drawn_lengths(lambda n, ids=ids: attention([(3, k + 3) for _, k in n], ids)),
-                 bugs=("F34",), **two),
+            *ask(op, "chunks_differ", _drawn_lengths(partial(attention, ids=ids), queries=3), bugs=("F34",),
+                 **two),
             *ask(op, "wide_range", _value_sizes(attention([(2, 300), (1, 129)], ids)), quick=True, also=REQUESTS,
                  **two),
             *ask(op, "odd_address", _edited(attention([(2, 300), (1, 129)], ids), q=in_wide_row), quick=True,
