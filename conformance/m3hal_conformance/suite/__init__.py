@@ -16,6 +16,8 @@ def all_cases() -> tuple[Case, ...]:
         attention,
         engine,
         experts,
+        extreme_batches,
+        extreme_caches,
         extremes,
         hidden,
         indexer,
@@ -31,7 +33,7 @@ def all_cases() -> tuple[Case, ...]:
     )
 
     modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, hidden, experts, insert)
-    stored = (stored_caches, quantised, extremes, large)
+    stored = (stored_caches, quantised, extremes, extreme_caches, extreme_batches, large)
     found = [case for module in (*modules, *stored) for case in module.CASES]
     found += engine.engine_cases(found)
     return tuple(sorted(found, key=lambda case: ops.NAMES.index(case.operator)))

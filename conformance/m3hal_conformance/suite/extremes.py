@@ -8,41 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from m3hal import formats
-from m3hal.layouts import PagedCache
-from m3hal.layouts.stored import stored
 from m3hal.ops import ExpertWeights
 from m3hal.ops.rope_partial import rope_table
 from m3hal_conformance.case import MAX_TOKENS, Case, Inputs, Rng, Site, dtype_of
-from m3hal_conformance.suite._build import LIGHT, ask, every_other, in_wide_row
-from m3hal_conformance.suite._paged import Lengths, in_huge_cache, index_layout, kv_layout
-from m3hal_conformance.suite._paged import empty as empty_cache
-from m3hal_conformance.suite.attention import _every_block, _few, _shared_pages, _with_future
-from m3hal_conformance.suite.attention import _inputs as attention
+from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
 from m3hal_conformance.suite.experts import _hot, _in_turn, _logits, _moe_inputs, _spread
-from m3hal_conformance.suite.indexer import _needles as needles
 from m3hal_conformance.suite.insert import _inputs as insert
-from m3hal_conformance.suite.kv_cache import _copy, _huge, _read, _write
 from m3hal_conformance.suite.ranking import NAN, ONE, VISIBLE, _mostly_nan, _normal, _scores, _sharded
-from m3hal_conformance.suite.stored_caches import MAIN, SLOTS, _in_maps
-from m3hal_conformance.suite.stored_caches import _write as _write_stored
 
 P = 128
 Make = Callable[[Rng, Site], Inputs]
 LARGEST = (*LIGHT, "unbiased")
 LARGEST_ROWS = (*LARGEST, "permuted_rows")
 ROWS = ("row_alone", "permuted_rows")
-REQUESTS = ("row_alone", "permuted_requests")
 OFTEN: dict[str, Any] = {"checks": ("oracle", "many_calls"), "bugs": ("F34",), "dtypes": ("bfloat16",)}
-#: 4,096 query tokens that see few keys each
-CHUNKS: Lengths = [(128, 128 + 9 * n) for n in range(32)]
-LONG: Lengths = [(1, 65_700), (2, 33_000)]
 #: exponents of ten by which rows are scaled; fp16 holds neither end
 FAR = (0, 6, -9, 9, -6, 5, -8)
 
@@ -125,248 +110,6 @@ def _rows() -> list[Case]:
             kind="dense_mlp", activation_format=format, bugs=("F61", "F70"))],
         *ask("quantize", "tokens_4096", lambda r, s: {"x": r.normal(MAX_TOKENS, 64)}, kind="dense_mlp", checks=LIGHT,
              dtypes=("float32",), activation_format="bfloat16", bugs=("F68",)),
-    ]  # fmt: skip
-
-
-def _runs() -> list[int]:
-    """Slots of prompts: runs that end with a page and go on elsewhere; in some quads the middle is exchanged."""
-    slots = [*range(100, 128), *range(5 * P, 5 * P + 60), *range(2 * P + 50, 3 * P), *range(0, 12)]
-    for quad in range(0, len(slots) - 3, 12):
-        slots[quad + 1], slots[quad + 2] = slots[quad + 2], slots[quad + 1]
-    return slots
-
-
-def _many_slots(pages: int) -> list[int]:
-    return [(37 * n + 11) % (pages * P) for n in range(MAX_TOKENS)]
-
-
-def _far_slots(rng: Rng, site: Site) -> Inputs:
-    """Pages on both sides of the first whose offset leaves 31 bits; memory that nobody touches costs nothing."""
-    layout = kv_layout(site)
-    bad = 2**31 // (layout.page_size * layout.heads * layout.width)
-    cache = PagedCache(torch.empty(bad + 2, *layout.page_shape(), dtype=dtype_of(site)), layout)
-    slots = torch.tensor([0, bad - 1, bad, bad + 1]) * layout.page_size + torch.tensor([3, 127, 0, 5])
-    for part in (cache.k, cache.v):
-        part[slots // P, :, slots % P] = rng.normal(4, layout.heads, layout.dim).to(part.dtype)
-    return {"cache": cache, "slots": torch.cat([slots, torch.tensor([-1])])}
-
-
-def _hundred_pairs(index: bool) -> Make:
-    """A hundred pages go to a hundred others."""
-
-    def make(rng: Rng, site: Site) -> Inputs:
-        layout = index_layout(site) if index else kv_layout(site)
-        src, dst = empty_cache(layout, 110, rng), empty_cache(layout, 120, rng)
-        src.buf.copy_(rng.integers(0, 100, *src.buf.shape).to(src.buf.dtype))
-        pairs = torch.stack([rng.permutation(110)[:100], rng.permutation(120)[:100]], 1)
-        return {"src": src, "dst": dst, "pairs": pairs}
-
-    return make
-
-
-def _caches() -> list[Case]:
-    one: dict[str, Any] = {"kind": "sparse_attention", "tensor_parallel": 4}
-
-    def hnd(make: Any) -> Make:
-        return lambda rng, site: make(rng, site, "hnd")
-
-    return [
-        *ask("kv_write", "tokens_4096", hnd(_write(_many_slots(40), pages=41)), checks=LIGHT, bugs=("F68",), **one),
-        *ask("kv_write", "prefill_runs", hnd(_write(_runs())), also=("permuted_rows",), bugs=("F60",), quick=True,
-             **one),
-        *ask("kv_write", "beyond_31_bits_one_head", hnd(_huge(index=False)), checks=("huge_pages",), lazy=("cache",),
-             dtypes=("bfloat16",), bugs=("F63",), **one),
-        *ask("kv_write", "draft_tree", hnd(_write([8, 10, 9, 11, 128, 130, 129, 131, 3 * P])), bugs=("F60",), **one),
-        *ask("kv_write", "called_often", hnd(_write([5, 128, -1], pages=2)), **OFTEN, **one),
-        *ask("kv_read", "tokens_4096", hnd(_read(_many_slots(6))), checks=LIGHT, bugs=("F68",), **one),
-        *ask("kv_read", "page_16", hnd(_read([15, 16, 0, 40, -1, 95])), page_size=16, bugs=("F25",), quick=True, **one),
-        *ask("kv_read", "page_64", hnd(_read([15, 64, 0, 63, -1, 300])), page_size=64, bugs=("F25",), **one),
-        *[case for heads, name in ((4, "beyond_31_bits"), (1, "beyond_31_bits_one_head")) for case in ask(
-            "kv_read", name, _far_slots, checks=("huge_slots_read",), dtypes=("bfloat16",), lazy=("cache",),
-            bugs=("F63",), kind="sparse_attention", tensor_parallel=4 // heads)],
-        *ask("kv_copy_blocks", "page_16", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)])), page_size=16, bugs=("F25",),
-             quick=True, **one),
-        *ask("kv_copy_blocks", "pairs_100", _hundred_pairs(index=False), page_size=16, bugs=("F68",), **one),
-        *ask("kv_copy_blocks", "index_pairs_100", _hundred_pairs(index=True), page_size=16, bugs=("F24", "F68"), **one),
-        *ask("kv_copy_blocks", "index_page_64", hnd(_copy([(3, 0), (0, 6), (-1, 2), (5, 5)], index=True)), page_size=64,
-             bugs=("F24", "F25"), **one),
-        *ask("kv_copy_blocks", "ring_within_one_cache", hnd(_copy([(0, 1), (1, 2), (2, 0)], inside=True)), checks=LIGHT,
-             **one),
-    ]  # fmt: skip
-
-
-def _ties(rng: Rng, x: Tensor) -> Tensor:
-    """Whole and half steps of every format's codes in groups of 16: rounded to even, or wrong.
-
-    Each group begins with 6 times a power of two, so that this power is the scale of a four-bit group.
-    """
-    step = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 1.0625])
-    size = torch.exp2(rng.integers(-3, 4, *x.shape[:-1], x.shape[-1] // 16).float())
-    return (step * size[..., None]).flatten(-2)
-
-
-def _ties_of_the_format(rng: Rng, site: Site, kind: str) -> Inputs:
-    """Numbers half-way between two codes once they are divided by the global scale, here a power of two.
-
-    The largest values are beyond 240 and within 448.
-    """
-    inputs = _write_stored(SLOTS, _ties)(rng, site, kind)
-    powers = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor(0.125)}
-    return {**inputs, "cache": replace(inputs["cache"], **powers)}
-
-
-def _all_codes(rng: Rng, site: Site, kind: str) -> Inputs:
-    """Every byte that is no NaN, as a code; scales from the whole of their range, the largest and smallest too."""
-    layout = kv_layout(site, kind)
-    cache = empty_cache(layout, 2, rng)
-    highest = 0x79 if site.kv_format == "fp8_e4m3_240" else 0x7F
-    cache.buf.copy_((torch.arange(cache.buf.numel()) % highest).view(cache.buf.shape))
-    cache.buf.bitwise_or_(rng.integers(0, 2, *cache.buf.shape).to(torch.uint8) << 7)
-    for part in ("k", "v") if layout.spec.group else ():
-        scales = stored(cache, part).scales
-        assert scales is not None
-        scales.copy_(rng.integers(0, 0x7F, *scales.shape))
-    return {"cache": cache, "slots": torch.arange(2 * P)}
-
-
-def _stored_caches() -> list[Case]:
-    two: dict[str, Any] = {"tensor_parallel": 2, "quick": True}
-    return [
-        *_in_maps("kv_write", "exact_ties", _ties_of_the_format, MAIN, bugs=("F56", "F73"), **two),
-        *_in_maps(
-            "kv_write",
-            "beyond_the_range",
-            _write_stored(SLOTS, lambda rng, x: 600 * x),
-            MAIN,
-            bugs=("F56",),
-            also=("permuted_rows",),
-            **two,
-        ),
-        *_in_maps("kv_read", "all_codes", _all_codes, MAIN, bugs=("F56",), also=("permuted_rows",), **two),
-    ]
-
-
-def _drawn_lengths(question: Callable[[Lengths], Any], queries: int = 1) -> Make:
-    """Another seed has the same lengths in another order: tensors of the same shapes that say something else."""
-
-    def make(rng: Rng, site: Site) -> Inputs:
-        lengths = [1, 60, 128, 129, 250, 384, 300]
-        found: Inputs = question([(queries, lengths[i] + queries - 1) for i in rng.permutation(len(lengths)).tolist()])(
-            rng, site
-        )
-        return found
-
-    return make
-
-
-def _value_sizes(make: Make) -> Make:
-    """The values of one page are a million times those of another, in every second head."""
-
-    def far(rng: Rng, site: Site) -> Inputs:
-        inputs = make(rng, site)
-        values = inputs["kv"].v
-        size = torch.where(torch.arange(values.shape[1]) % 2 == 0, 1e6, 1e-8).view(-1, 1, 1)
-        values.copy_((values.float() * size).to(values.dtype))
-        return inputs
-
-    return far
-
-
-def _huge_cache(make: Make, name: str) -> Make:
-    """The same pages at both ends of a cache that goes past 31 bits."""
-
-    def huge(rng: Rng, site: Site) -> Inputs:
-        inputs = make(rng, site)
-        cache, meta = in_huge_cache(inputs[name], inputs["meta"])
-        return {**inputs, name: cache, "meta": meta}
-
-    return huge
-
-
-def _spread_ids(ids: Tensor) -> Tensor:
-    """Every second place of wider rows."""
-    return every_other(ids, 2)
-
-
-def _attention() -> list[Case]:
-    cases: list[Case] = []
-    for op, kind, ids in (("sparse_attention", "sparse_attention", _few), ("paged_attention", "dense_attention", None)):
-        asked: dict[str, Any] = {"kind": kind, "input_class": "blocks", "tensor_parallel": 8, "return_lse": True}
-        long: dict[str, Any] = {
-            "max_context": 1 << 17,
-            "dtypes": ("bfloat16",),
-            "checks": ("oracle", "written", "row_alone"),
-        }
-        two = {**asked, "tensor_parallel": 2}
-        cases += [
-            *ask(op, "tokens_4096", attention(CHUNKS, ids), checks=LARGEST, bugs=("F68",), **asked),
-            *ask(op, "context_64k", attention(LONG, ids), bugs=("F15", "F63"), **{**asked, **long}),
-            *ask(op, "lengths_differ", _drawn_lengths(partial(attention, ids=ids)), bugs=("F34",), quick=True,
-                 also=("planned_once", "unbiased"), **two),
-            *ask(op, "one_plan", attention([(1, 700), (1, 129), (1, 0)], ids), checks=("oracle", "planned_once"),
-                 bugs=("F34",), quick=True, **two),
-            *ask(op, "chunks_differ", _drawn_lengths(partial(attention, ids=ids), queries=3), bugs=("F34",),
-                 **two),
-            *ask(op, "wide_range", _value_sizes(attention([(2, 300), (1, 129)], ids)), quick=True, also=REQUESTS,
-                 **two),
-            *ask(op, "odd_address", _edited(attention([(2, 300), (1, 129)], ids), q=in_wide_row), quick=True,
-                 bugs=("F65",), **two),
-            *ask(op, "beyond_31_bits_one_head", _huge_cache(attention([(1, 700), (2, 300)], ids), "kv"), bugs=("F63",),
-                 lazy=("kv",), checks=("huge_pages_read",), dtypes=("bfloat16",), **{**asked, "tensor_parallel": 4}),
-            *ask(op, "called_often", attention([(1, 40), (1, 3)], ids), **OFTEN, **asked),
-        ]  # fmt: skip
-    strided = _edited(attention([(2, 700), (1, 300)], _few), block_ids=_spread_ids)
-    future: Lengths = [(1, 2600), (1, 700), (1, 129)]
-    block: dict[str, Any] = {"kind": "sparse_attention", "input_class": "blocks", "tensor_parallel": 2}
-    cases += [
-        *ask("sparse_attention", "every_other_id", strided, bugs=("F08",), return_lse=True, **block),
-        *ask("sparse_attention", "future_ids_of_decode", attention(future, _with_future), bugs=("F13",),
-             return_lse=True, **block),
-        *ask("sparse_attention", "chunk_200", attention([(200, 1100)], _few), checks=LIGHT, bugs=("F68",),
-             return_lse=True, **block),
-        *ask("sparse_attention", "shared_prefix", _shared_pages(_every_block), bugs=("F21",), return_lse=True, **block),
-    ]  # fmt: skip
-    sixty_four = attention([(1, 60 + 9 * n) for n in range(64)], None)
-    return [
-        *cases,
-        *ask("sparse_attention", "block_64", attention([(2, 1300), (1, 700)], _few), kind="sparse_attention",
-             input_class="blocks", tensor_parallel=2, return_lse=True, block_size=64, bugs=("F25",), quick=True,
-             also=REQUESTS),
-        *ask("paged_attention", "batch_64", sixty_four, kind="dense_attention", input_class="blocks", checks=LIGHT,
-             tensor_parallel=2, return_lse=True, bugs=("F68",), also=("permuted_requests",)),
-    ]  # fmt: skip
-
-
-def _indexer() -> list[Case]:
-    cases: list[Case] = []
-    for op in ("block_scores", "select_blocks"):
-        asked: dict[str, Any] = {"kind": "sparse_attention", "input_class": "needles"}
-        long: dict[str, Any] = {
-            "max_context": 1 << 17,
-            "dtypes": ("bfloat16",),
-            "checks": ("oracle", "written", "row_alone"),
-        }
-        cases += [
-            *ask(op, "tokens_4096", needles(CHUNKS), checks=LIGHT, bugs=("F68",), **asked),
-            *ask(op, "context_64k", needles(LONG), bugs=("F15", "F63"), **{**asked, **long}),
-            *ask(op, "lengths_differ", _drawn_lengths(needles), bugs=("F34",), also=("planned_once",), quick=True,
-                 **asked),
-            *ask(op, "block_64", needles([(2, 2500), (1, 129)]), block_size=64, bugs=("F25",), quick=True,
-                 also=REQUESTS, **asked),
-            *ask(op, "odd_address", _edited(needles([(2, 300), (1, 129)]), index_q=in_wide_row), bugs=("F65",),
-                 quick=True, **asked),
-            *ask(op, "called_often", needles([(1, 40), (1, 3)]), **OFTEN, **asked),
-        ]  # fmt: skip
-    mixed: Lengths = [(1, 40 if n % 2 else 2100 + 17 * n) for n in range(64)]
-    return [
-        *cases,
-        *ask("block_scores", "beyond_31_bits_page_64", _huge_cache(needles([(1, 700), (2, 300)]), "index_cache"),
-             kind="sparse_attention", page_size=64, checks=("huge_pages_read",), dtypes=("bfloat16",),
-             lazy=("index_cache",), input_class="needles", bugs=("F63",)),
-        *ask("select_blocks", "batch_64_long", needles(mixed), kind="sparse_attention",
-             checks=LIGHT, also=("permuted_requests",), input_class="needles", bugs=("F68",)),
-        *ask("block_scores", "bound_too_small_for_one", needles([(1, 2048), (2, 900), (1, 100)]), bugs=("F18",),
-             kind="sparse_attention", checks=("host_bound",), input_class="needles"),
     ]  # fmt: skip
 
 
@@ -516,4 +259,4 @@ def _largest_insert(rng: Rng, site: Site) -> Inputs:
     return insert([padded[i] for i in order], positions)(rng, site)
 
 
-CASES = [*_rows(), *_caches(), *_stored_caches(), *_attention(), *_indexer(), *_ranking(), *_experts(), *_inserted()]
+CASES = [*_rows(), *_ranking(), *_experts(), *_inserted()]
