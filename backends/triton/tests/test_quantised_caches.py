@@ -9,11 +9,17 @@ from m3hal_triton.paged_attention import paged_attention
 from m3hal_triton.select_blocks import block_scores, select_blocks
 from m3hal_triton.sparse_attention import sparse_attention
 
+from m3hal.layouts.stored import stored
 from m3hal.ops import load
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-MAIN = [("fp8_e4m3", "hnd"), ("fp8_e4m3", "nhd"), ("nvfp4", "msa_slot"), ("nvfp4", "planar")]
-INDEX = [*MAIN, ("mxfp4", "msa_slot")]
+#: (activations, cache format, page map)
+MAIN = [(torch.bfloat16, "fp8_e4m3", "hnd"), (torch.bfloat16, "fp8_e4m3", "nhd")]
+MAIN += [
+    (torch.bfloat16, "nvfp4", "planar"),
+    (torch.bfloat16, "nvfp4", "msa_slot"),
+    (torch.float32, "nvfp4", "msa_slot"),
+]
+INDEX = [*MAIN, (torch.bfloat16, "mxfp4", "msa_slot"), (torch.float32, "mxfp4", "msa_slot")]
 LENGTHS = {
     "decode": [(1, 1), (1, 17), (0, 33), (1, 0), (1, 95)],
     "verify": [(4, 60), (3, 35), (1, 30)],
@@ -22,8 +28,9 @@ LENGTHS = {
 PHASES = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 
 
-def _ids(maps):
-    return pytest.mark.parametrize(("format", "layout"), maps, ids=["-".join(m) for m in maps])
+def _caches(cases):
+    names = ["-".join(("fp32" if dtype == torch.float32 else "bf16", *rest)) for dtype, *rest in cases]
+    return pytest.mark.parametrize(("dtype", "format", "layout"), cases, ids=names)
 
 
 def _agrees(run, site, op, given, exact_given, dtype, tokens):
@@ -38,9 +45,8 @@ def _agrees(run, site, op, given, exact_given, dtype, tokens):
     assert torch.allclose(lse[~dead].double(), exact_lse[~dead], atol=BOUND[dtype] / 10, rtol=0)
 
 
-@DTYPES
 @PHASES
-@_ids(MAIN)
+@_caches(MAIN)
 def test_sparse_attention(dtype, lengths, format, layout):
     """Decode, verify and prefill; what no token selected is NaN in codes and scales."""
     site = sparse_site(dtype, kv_format=format, return_lse=True)
@@ -57,11 +63,11 @@ def test_sparse_attention(dtype, lengths, format, layout):
     _agrees(run, site, op, given, (q.double(), double(kv), ids, batch.meta), dtype, batch.tokens)
 
 
-@DTYPES
 @pytest.mark.parametrize(("page", "block"), [(32, 16), (16, 32)])
 @pytest.mark.parametrize("lengths", [LENGTHS["decode"], LENGTHS["prefill"]], ids=["decode", "prefill"])
-def test_pages_and_blocks(dtype, lengths, page, block):
+def test_pages_and_blocks(lengths, page, block):
     """A page of several blocks and a block of several pages, of the format that reads most by itself."""
+    dtype = torch.bfloat16
     site = sparse_site(dtype, kv_format="nvfp4", page_size=page, block_size=block, return_lse=True)
     batch = Batch(site, lengths, dtype, layout="msa_slot")
     q, kv = batch.queries(site.num_q_heads, 32), batch.cache(site.num_kv_heads, 32, True, format="nvfp4")
@@ -75,9 +81,8 @@ def test_pages_and_blocks(dtype, lengths, page, block):
     _agrees(run, site, op, given, (q.double(), double(kv), ids, batch.meta), dtype, batch.tokens)
 
 
-@DTYPES
 @pytest.mark.parametrize("lengths", [LENGTHS["decode"], LENGTHS["prefill"]], ids=["decode", "prefill"])
-@_ids(MAIN)
+@_caches(MAIN)
 def test_paged_attention(dtype, lengths, format, layout):
     """Dense attention reads what sparse attention reads."""
     site = sparse_site(dtype, kv_format=format, causal=True, window_left=20, return_lse=True)
@@ -92,9 +97,8 @@ def test_paged_attention(dtype, lengths, format, layout):
     _agrees(run, site, op, given, (q.double(), double(kv), batch.meta), dtype, batch.tokens)
 
 
-@DTYPES
 @PHASES
-@_ids(INDEX)
+@_caches(INDEX)
 def test_scores_and_choice(dtype, lengths, format, layout):
     """Every score, and the choice from them."""
     site = sparse_site(dtype, index_format=format)
@@ -127,7 +131,7 @@ def test_scores_by_warps(lengths):
     assert (scores[seen] - exact[seen]).abs().max() <= 1e-5 * exact[seen].abs().max()
 
 
-@pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 3e4, 1e30])
+@pytest.mark.parametrize("magnitude", [1e-30, 3e4, 1e30])
 @pytest.mark.parametrize("format", ["fp8_e4m3", "nvfp4"])
 def test_queries_of_any_magnitude(format, magnitude):
     """Products in fp16 take queries that fp16 can't hold."""
@@ -149,8 +153,6 @@ def test_every_code_and_scale():
     site = replace(sparse_site(torch.bfloat16, index_format="nvfp4"), num_index_heads=1, block_size=16)
     batch = Batch(site, [(1, 256)], torch.bfloat16, layout="planar")
     cache = batch.cache(1, 32, False, format="nvfp4")
-    from m3hal.layouts.stored import stored
-
     part = stored(cache, "k")
     codes = torch.arange(16).repeat(2).view(16, 2)
     packed = (codes[:, 0] | codes[:, 1] << 4).to(torch.uint8)
