@@ -55,6 +55,12 @@ def __getattr__(name: str) -> Callable[[Site], Callable[..., Any]]:
     return partial(bind_definition, ops.load(name))
 
 
+#: what the definitions consist of
+_FILES = (
+    "ops/*.py", "layouts/*.py", "formats/*.py", "_lazy.py", "_published.py", "shape.py", "dispatch/manifest.py",
+)  # fmt: skip
+
+
 def _operators() -> Mapping[str, tuple[Impl, ...]]:
     return {
         name: (
@@ -63,7 +69,7 @@ def _operators() -> Mapping[str, tuple[Impl, ...]]:
                 limits=tuple(one_of(attribute, *formats) for attribute, formats in _FORMATS.get(name, {}).items()),
                 layouts=PAGE_MAPS if ops.load(name).group == "cache" else (),
                 memory="self",
-                files=("ops/*.py", "layouts/*.py", "formats/*.py"),
+                files=_FILES,
             ),
         )
         for name in ops.CORE

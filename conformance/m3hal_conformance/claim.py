@@ -11,8 +11,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from m3hal import ops
 from m3hal.dispatch import Impl
 from m3hal.dispatch.devices import detect
+from m3hal.dispatch.identity import module_file, roots
 from m3hal.dispatch.levels import digest
 from m3hal_conformance.case import Case, case_set_hash
 from m3hal_conformance.results import Result, counts
@@ -48,6 +48,7 @@ def make_claim(
     for result in results:
         if result.impl_id:
             implementations.setdefault(result.operator, {}).setdefault(result.impl_id, by_id[result.case])
+    serving = runner.published_operators() if len(cases) == len(all_cases()) else []
     body: dict[str, Any] = {
         "claim_version": CLAIM_VERSION,
         "backend": runner.backend,
@@ -70,7 +71,8 @@ def make_claim(
             for operator, found in implementations.items()
         },
         "counts": dict(counts(results)),
-        "tiers": tiers(results),
+        "published_shape": serving,
+        "tiers": tiers(results, serving),
         "coverage": dict(coverage),
         "results": [_row(result) for result in results],
     }
@@ -86,8 +88,12 @@ def largest(results: Sequence[Result]) -> dict[str, dict[str, int]]:
     return found
 
 
-def tiers(results: Sequence[Result]) -> dict[str, bool]:
-    """Which tiers the results carry: nothing failed or waived, each core operator passed, all cases were run."""
+def tiers(results: Sequence[Result], serving: Iterable[str]) -> dict[str, bool]:
+    """Which tiers the results carry: nothing failed or waived, each core operator passed, all cases were run.
+
+    serving: the operators that the backend serves at MiniMax-M3's own sizes; a tier needs all its core operators there.
+    """
+    served = set(serving)
     ran = {result.case for result in results}
     found = {}
     for tier, names in TIERS.items():
@@ -95,7 +101,7 @@ def tiers(results: Sequence[Result]) -> dict[str, bool]:
         passed = {result.operator for result in mine if result.status == "pass"}
         core = {name for name in names if ops.load(name).kind == "core"}
         complete = all(case.id in ran for case in select(operators=names))
-        found[tier] = complete and core <= passed and all(r.status in ("pass", "unsupported") for r in mine)
+        found[tier] = complete and core <= passed & served and all(r.status in ("pass", "unsupported") for r in mine)
     return found
 
 
@@ -147,10 +153,9 @@ def _described(runner: Runner, case: Case) -> dict[str, Any]:
 def files_of(impl: Impl) -> dict[str, str]:
     """File -> sha256 of its bytes, for the factory's module and the files that the manifest lists."""
     module = impl.path.partition(":")[0]
-    spec = importlib.util.find_spec(module)
-    package = importlib.util.find_spec(module.partition(".")[0])
-    paths = [Path(spec.origin)] if spec and spec.origin else []
-    root = Path(package.origin).parent if package and package.origin else None
+    first = module_file(module)
+    paths = [first] if first else []
+    root = next((root for root in roots(module.partition(".")[0]) if root.is_dir()), None)
     for pattern in impl.files if root else ():
         assert root is not None
         paths += sorted(path for path in root.glob(pattern) if path.is_file())

@@ -1,5 +1,7 @@
 """What a vendor got wrong before a kernel runs is a failure with its sentence, neither unsupported nor a crash."""
 
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -8,7 +10,9 @@ from m3hal_conformance import reports
 from m3hal_conformance.results import CheckResult, Result
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import select
+from m3hal_conformance.trial import Unsupported
 
+from m3hal import ops
 from m3hal.cli import main
 from m3hal.dispatch import Impl, Manifest, one_of, register, unregister
 from m3hal.reference import bind_definition
@@ -124,3 +128,115 @@ def test_selection_that_contradicts_itself_is_said(capsys):
     """A case of another operator than the one asked for."""
     assert main(["conform", "--backend", "reference", "--op", "linear", "--case", CASE]) == 2
     assert "no case meets all of" in capsys.readouterr().err
+
+
+def skips(site):
+    return lambda *inputs, out=None: pytest.skip("not today")
+
+
+def excuses(site):
+    def run(*inputs, out=None):
+        raise Unsupported("inputs like these are never asked for")
+
+    return run
+
+
+def asserts(site):
+    def run(*inputs, out=None):
+        raise AssertionError("unreachable")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"), [(skips, "Skipped"), (excuses, "Unsupported"), (asserts, "AssertionError")]
+)
+def test_an_exception_of_a_kernel_fails_its_case(faulty, capsys, monkeypatch, kernel, kind):
+    """Also those by which the suite or pytest say that a case is not asked."""
+    monkeypatch.setattr(sys.modules["m3hal_faulty"], "right", kernel)
+    faulty((impl("right"),))
+    assert main(["conform", "--backend", "faulty", "--device", "cpu", "--case", CASE]) == 1
+    assert f"the call raised {kind}" in capsys.readouterr().out
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Writes a distribution ``m3hal-made`` whose kernel lies in a module that its manifest may list."""
+
+    def made(kernel, files=()):
+        folder = tmp_path / "m3hal_made"
+        (folder / "inner").mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+        (folder / "inner" / "__init__.py").write_text("")
+        (folder / "inner" / "kernel.py").write_text(kernel)
+        (folder / "factory.py").write_text(
+            "def rms_norm(site):\n    from .inner import kernel\n    return kernel.make(site)\n"
+        )
+        (folder / "manifest.py").write_text(
+            "from m3hal.dispatch import Impl, Manifest\n"
+            f"IMPL = Impl('m3hal_made.factory:rms_norm', memory='self', traceable=False, files={tuple(files)!r})\n"
+            "MANIFEST = Manifest('made', 'tests', '>=1,<2', ('cpu',), {'rms_norm': (IMPL,)})\n"
+        )
+        told = tmp_path / "m3hal_made-1.dist-info"
+        told.mkdir()
+        (told / "METADATA").write_text("Metadata-Version: 2.1\nName: m3hal-made\nVersion: 1\n")
+        (told / "entry_points.txt").write_text("[m3hal.backends]\nmade = m3hal_made.manifest:MANIFEST\n")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+        command = [sys.executable, "-m", "m3hal", "conform", "--backend", "made", "--device", "cpu", "--case", CASE]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    return made
+
+
+RIGHT = """
+from m3hal import ops
+from m3hal.reference import bind_definition
+def make(site):
+    return bind_definition(ops.load('rms_norm'), site)
+"""
+
+
+def test_modules_that_an_implementation_imports_are_listed(package):
+    """A claim would not die with a change in one that is not."""
+    ended = package(RIGHT)
+    assert ended.returncode == 1
+    assert "manifest: it runs m3hal_made.inner.kernel, which its files do not list" in ended.stdout
+
+
+def test_listed_modules_are_taken(package):
+    """A pattern of files covers them."""
+    ended = package(RIGHT, ["inner/*.py"])
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(("leave", "how"), [("os._exit(0)", "exit status 0"), ("os.abort()", "signal SIGABRT")])
+def test_a_kernel_that_ends_the_process_fails_the_run(package, leave, how):
+    """No exit code of its own making is taken for a pass; the case is named."""
+    ended = package(
+        f"import os\ndef make(site):\n    return lambda *inputs, out=None: {leave}\n",
+        ["inner/*.py"],
+    )
+    assert ended.returncode == 1
+    assert f"the suite's process ended while it asked {CASE}/float32: {how}" in ended.stderr
+
+
+def test_an_exit_after_the_run_changes_nothing(package):
+    """The code is the one that the suite wrote down."""
+    ended = package(
+        "import atexit, os\natexit.register(os._exit, 0)\n"
+        "def make(site):\n    return lambda *inputs, out=None: out.zero_()\n",
+        ["inner/*.py"],
+    )
+    assert ended.returncode == 1
+    assert "FAIL" in ended.stdout
+
+
+def test_a_tier_needs_the_published_sizes(monkeypatch):
+    """A backend whose limits leave only other models' sizes serves no operator of MiniMax-M3."""
+    narrow = Impl("m3hal.reference:route_topk", memory="self", limits=(one_of("top_k_experts", 1),))
+    register(Manifest("narrow", "m3hal tests", ">=1,<2", ("cpu",), {"route_topk": (narrow,)}))
+    try:
+        assert Runner("narrow", "cpu").published_operators() == []
+    finally:
+        unregister("narrow")
+    assert set(Runner("reference", "cpu").published_operators()) == set(ops.CORE)

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.print_help(sys.stderr)
         return USAGE
     arguments = top.parse_args(argv)
+    arguments.is_command_line = argv is None
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a vendor's name may not fit the terminal's encoding
     try:

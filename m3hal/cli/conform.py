@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import sys
 from types import ModuleType
 
+from m3hal.cli._supervised import DIARY, note_end, supervised
 from m3hal.dispatch.errors import UnsupportedError
 
 HELP = "ask a backend every case of the conformance suite"
@@ -51,8 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the suite; raises UnsupportedError when it is not installed."""
+    """Runs the suite, from a command line in a process of its own; raises UnsupportedError when it isn't installed."""
+    if arguments.is_command_line and not arguments.list and DIARY not in os.environ:
+        return supervised(sys.argv[1:])
     code: int = suite("m3hal_conformance.command").conform(arguments)
+    note_end(code)
     return code
 
 

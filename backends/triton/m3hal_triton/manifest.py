@@ -74,9 +74,9 @@ MANIFEST = Manifest(
     libraries={"torch": ">=2.9", "triton": ">=3.6,<3.10"},
     probe="m3hal_triton.probe:probe",
     operators={
-        "rms_norm": (Impl("m3hal_triton.rms_norm:rms_norm", limits=_ROW),),
-        "add_rms_norm": (Impl("m3hal_triton.rms_norm:add_rms_norm", limits=_ROW),),
-        "swiglu_oai": (Impl("m3hal_triton.swiglu_oai:swiglu_oai", limits=(_PLAIN,)),),
+        "rms_norm": (Impl("m3hal_triton.rms_norm:rms_norm", limits=_ROW, files=("_launch.py",)),),
+        "add_rms_norm": (Impl("m3hal_triton.rms_norm:add_rms_norm", limits=_ROW, files=("_launch.py",)),),
+        "swiglu_oai": (Impl("m3hal_triton.swiglu_oai:swiglu_oai", limits=(_PLAIN,), files=("_launch.py",)),),
         "kv_write": (
             Impl(
                 "m3hal_triton.kv_write:kv_write",
@@ -106,8 +106,8 @@ MANIFEST = Manifest(
         ),
         "block_scores": _indexer("block_scores"),
         "select_blocks": _indexer("select_blocks"),
-        "topk_blocks": (Impl("m3hal_triton.topk_blocks:topk_blocks", limits=_RANKED, files=("_choose.py",)),),
-        "merge_topk": (Impl("m3hal_triton.topk_blocks:merge_topk", limits=_RANKED, files=("_choose.py",)),),
+        "topk_blocks": (Impl("m3hal_triton.topk_blocks:topk_blocks", limits=_RANKED, files=("_choose.py", "_launch.py")),),
+        "merge_topk": (Impl("m3hal_triton.topk_blocks:merge_topk", limits=_RANKED, files=("_choose.py", "_launch.py")),),
         "sparse_attention": _attention(
             "sparse_attention",
             "sparse_attention",

@@ -43,7 +43,7 @@ class Mutant:
 
     def manifest(self) -> Manifest:
         layouts = PAGE_MAPS if ops.load(self.operator).group == "cache" else ()
-        declared = {"memory": "self", "traceable": False, **self.declares}
+        declared = {"memory": "self", "traceable": False, "files": ("*.py",), **self.declares}
         impl = Impl(f"{self.factory.__module__}:{self.factory.__name__}", layouts=layouts, **declared)
         return Manifest(
             name=self.backend,
