@@ -71,7 +71,7 @@ def compare(operator: Operator, site: Site, actual: Named, oracle: Named, bounds
         if tensor.shape != oracle[name].shape:
             scores.append(_shape(name, tensor, oracle[name]))
         elif operator.numeric.kind in ("X", "C1"):
-            scores.append(same_bits(name, tensor, oracle[name]))
+            scores.append(same_bits(name, tensor, oracle[name], any_nan=operator.name == "quantize"))
         elif operator.numeric.kind == "U1":
             scores.append(ulps(name, tensor, oracle[name], bounds(name, "ulp"), oracle.get(f"{name}.unit")))
         else:
@@ -107,11 +107,13 @@ def ulps(name: str, actual: Tensor, oracle: Tensor, bound: float, unit: Tensor |
     return Score(name, "ulp", float(off[where]), bound, where, _show(actual[where], exact[where]))
 
 
-def same_bits(name: str, actual: Tensor, oracle: Tensor) -> Score:
-    """Class X."""
+def same_bits(name: str, actual: Tensor, oracle: Tensor, *, any_nan: bool = False) -> Score:
+    """Class X. any_nan: a float that is NaN in both is the same, whatever its sign and payload."""
     if actual.dtype != oracle.dtype or actual.shape != oracle.shape:
         return _shape(name, actual, oracle)
     differs = bits(actual) != bits(oracle)
+    if any_nan and actual.is_floating_point():
+        differs &= ~(actual.isnan() & oracle.isnan())
     if not differs.any():
         return Score(name, "bits", 0.0, 0.0)
     where = tuple(differs.nonzero()[0].tolist())

@@ -23,7 +23,17 @@ def quantize(x: torch.Tensor, *, activation_format: str, traits: Mapping[str, st
             global scale 1.
 
     Returns:
-        codes and scales; for a plain format the codes are the numbers and there is no scale.
+        codes and scales; for a plain format the codes are the numbers and there is no scale. A number that is not
+        finite changes what shares its scale, and nothing else:
+
+        * fp8: the row. NaN gives scale NaN and codes 0x7F; an infinity gives scale infinity, its own codes 0x7F and
+          zeros of either sign elsewhere, so that the whole row reads as NaN.
+        * mxfp8, mxfp4: the block. NaN gives the scale byte 255, codes 0x7F or +6, and reads as NaN; an infinity gives
+          scale 2**127, the largest code of its sign, and zeros of either sign for ordinary numbers.
+        * nvfp4: the block. NaN has no say in the scale and becomes +6; an infinity gives scale 448 and the code 6 of
+          its sign. With ``token_global`` the row: its global scale is NaN or infinity, and nothing in it reads finite.
+
+        Any NaN is as good as another where a scale or a number of a plain format is one.
 
     Raises:
         ValueError: an unknown format, or n does not fill its groups.
@@ -48,7 +58,7 @@ OPERATOR = Operator(
     kind="core",
     reference=quantize,
     fake=fake,
-    numeric=Numeric("C1", "plain formats bit-exact"),
+    numeric=Numeric("C1", "bit-exact, but for which NaN"),
     sites=("dense_attention", "sparse_attention", "dense_mlp", "moe"),
     traits=(NVFP4_QUANTIZER, MX_SCALE_RULE),
     source="m3hal formats",

@@ -5,6 +5,7 @@ import torch
 from m3hal_conformance import assert_same_bits
 from m3hal_conformance.inputs import generator, tail_heavy
 
+from m3hal import formats
 from m3hal.ops.quantize import quantize
 
 
@@ -34,3 +35,39 @@ def test_unknown_format():
     """Named, with what exists."""
     with pytest.raises(ValueError, match="unknown format 'nvfp5'; m3hal knows float32, bfloat16"):
         quantize(torch.ones(1, 4), activation_format="nvfp5")
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("format", "bad", "reads"),
+    [
+        ("fp8_e4m3", NAN, [NAN] * 96),
+        ("fp8_e4m3_240", -INF, [NAN] * 96),
+        ("mxfp8", NAN, [NAN] * 32),
+        ("mxfp8", INF, [*[0] * 8, INF, *[0] * 23]),
+        ("mxfp4", NAN, [NAN] * 32),
+        ("mxfp4", -INF, [*[0] * 8, -INF, *[0] * 23]),
+        ("nvfp4", INF, [*[0] * 8, 2688, *[0] * 7]),
+    ],
+)
+def test_a_broken_number_stays_with_its_scale(format, bad, reads):
+    """A number that is not finite is seen in its row or block, which read as documented, and nowhere else."""
+    x = torch.randn(3, 96, generator=generator("broken"))
+    known = formats.dequantize(quantize(x, activation_format=format), torch.float32)
+    start = 40 // len(reads) * len(reads)
+    x[1, 40] = bad
+    known[1, start : start + len(reads)] = torch.tensor(reads)
+    got = formats.dequantize(quantize(x, activation_format=format), torch.float32)
+    assert torch.equal(got.nan_to_num(nan=7e8), known.nan_to_num(nan=7e8))
+
+
+def test_nvfp4_has_no_nan():
+    """A NaN becomes +6 times the scale of its block, in which it has no say."""
+    x = torch.randn(3, 96, generator=generator("broken")).abs()
+    known = quantize(x.index_fill(1, torch.tensor(40), 0.0), activation_format="nvfp4")
+    x[:, 40] = -NAN
+    got = quantize(x, activation_format="nvfp4")
+    assert_same_bits(got.scale, known.scale)
+    assert got.data[:, 20].tolist() == (known.data[:, 20] | 7).tolist()

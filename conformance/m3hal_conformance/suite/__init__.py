@@ -29,13 +29,14 @@ def all_cases() -> tuple[Case, ...]:
         quantised,
         ranking,
         rope_activation,
+        shipped,
         stored_caches,
     )
 
     modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, hidden, experts, insert)
-    stored = (stored_caches, quantised, extremes, extreme_caches, extreme_batches, large)
+    stored = (stored_caches, quantised, extremes, extreme_caches, extreme_batches, shipped, large)
     found = [case for module in (*modules, *stored) for case in module.CASES]
-    found += engine.engine_cases(found)
+    found += [*engine.engine_cases(found), *shipped.production_cases(found)]
     return tuple(sorted(found, key=lambda case: ops.NAMES.index(case.operator)))
 
 

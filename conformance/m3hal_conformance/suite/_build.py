@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m3hal_conformance.case import DTYPES, Case, Inputs, Rng, Site, make_site
+from m3hal_conformance.case import DTYPES, Case, Inputs, Make, Rng, Site, dtype_of, make_site
 from m3hal_conformance.checks import UNIVERSAL
 
 #: for cases whose inputs are large: what needs two calls only
@@ -54,6 +54,11 @@ def ask(
         for dtype in dtypes
         for layout in layouts
     ]
+
+
+def activations(numbers: Callable[[Rng], Tensor]) -> Make:
+    """An input ``x`` of the given numbers in the site's format, in the strides that they have."""
+    return lambda rng, site: {"x": numbers(rng).to(dtype_of(site))}
 
 
 def _formats(dtype: str, site: Mapping[str, Any]) -> dict[str, Any]:

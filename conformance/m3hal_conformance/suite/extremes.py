@@ -17,7 +17,7 @@ from m3hal import formats
 from m3hal.ops import ExpertWeights
 from m3hal.ops.rope_partial import rope_table
 from m3hal_conformance.case import MAX_TOKENS, Case, Inputs, Rng, Site, dtype_of
-from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
+from m3hal_conformance.suite._build import LIGHT, activations, ask, in_wide_row
 from m3hal_conformance.suite.experts import _hot, _in_turn, _logits, _moe_inputs, _spread
 from m3hal_conformance.suite.insert import _inputs as insert
 from m3hal_conformance.suite.ranking import NAN, ONE, VISIBLE, _mostly_nan, _normal, _scores, _sharded
@@ -108,8 +108,8 @@ def _rows() -> list[Case]:
             "dequantize", f"from_{format}_three_axes",
             lambda r, s: {"q": formats.quantize(r.normal(2, 3, 96), formats.spec_of(s.activation_format))},
             kind="dense_mlp", activation_format=format, bugs=("F61", "F70"))],
-        *ask("quantize", "tokens_4096", lambda r, s: {"x": r.normal(MAX_TOKENS, 64)}, kind="dense_mlp", checks=LIGHT,
-             dtypes=("float32",), activation_format="bfloat16", bugs=("F68",)),
+        *ask("quantize", "tokens_4096", activations(lambda r: r.normal(MAX_TOKENS, 64)), kind="dense_mlp",
+             checks=LIGHT, activation_format="bfloat16", bugs=("F68",)),
     ]  # fmt: skip
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from m3hal.formats.plain import QSpec, QTensor
 from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
-from m3hal_conformance.suite._build import LIGHT, ask, column_major, every_other, in_wide_row, spikes
+from m3hal_conformance.suite._build import LIGHT, activations, ask, column_major, every_other, in_wide_row, spikes
 
 H = 6144
 
@@ -90,18 +91,16 @@ def _numbers(rng: Rng) -> torch.Tensor:
 
 
 def _quantize() -> list[Case]:
-    def q(name: str, make: Make, **options: Any) -> list[Case]:
-        return ask("quantize", name, make, kind="dense_mlp", dtypes=("float32",), **options)
+    def q(name: str, make: Callable[[Rng], torch.Tensor], **options: Any) -> list[Case]:
+        return ask("quantize", name, activations(make), kind="dense_mlp", **options)
 
     cases = []
     for to in ("float32", "bfloat16"):
-        cases += q(f"to_{to}", lambda r, s: {"x": _numbers(r)}, activation_format=to, quick=True, bugs=("F56", "F84"))
-        cases += q(
-            f"to_{to}_strided", lambda r, s: {"x": column_major(_numbers(r))}, activation_format=to, bugs=("F65",)
-        )
-        cases += q(f"to_{to}_no_token", lambda r, s: {"x": _numbers(r)[:0]}, activation_format=to, bugs=("F30",))
-        cases += q(f"to_{to}_three_axes", lambda r, s: {"x": r.normal(2, 3, 64)}, activation_format=to, quick=True)
-        cases += q(f"to_{to}_hidden", lambda r, s: {"x": r.normal(7, H)}, activation_format=to, also=("permuted_rows",))
+        cases += q(f"to_{to}", _numbers, activation_format=to, quick=True, bugs=("F56", "F84"))
+        cases += q(f"to_{to}_strided", lambda r: column_major(_numbers(r)), activation_format=to, bugs=("F65",))
+        cases += q(f"to_{to}_no_token", lambda r: _numbers(r)[:0], activation_format=to, bugs=("F30",))
+        cases += q(f"to_{to}_three_axes", lambda r: r.normal(2, 3, 64), activation_format=to, quick=True)
+        cases += q(f"to_{to}_hidden", lambda r: r.normal(7, H), activation_format=to, also=("permuted_rows",))
     return cases
 
 

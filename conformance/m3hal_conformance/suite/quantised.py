@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from m3hal.ops import ExpertWeights
 from m3hal.shape import Site
 from m3hal_conformance.case import Case, Inputs, Make, Rng, dtype_of
 from m3hal_conformance.inputs import hot_routing
-from m3hal_conformance.suite._build import ask
+from m3hal_conformance.suite._build import activations, ask
 
+NAN, INF = float("nan"), float("inf")
 STORED = ("fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4")
 
 
@@ -56,9 +57,9 @@ def _code_order_numbers(inputs: Inputs) -> Mapping[str, Tensor]:
     return {"out": E2M1.repeat(4, 4)}
 
 
-def _codes_of_order(rng: Rng, site: Site) -> Inputs:
+def _codes_of_order(rng: Rng) -> Tensor:
     """Numbers that are codes themselves, in the order of the codes, 6 in every group."""
-    return {"x": E2M1.repeat(4, 4)}
+    return E2M1.repeat(4, 4)
 
 
 def _codes_in_order(inputs: Inputs) -> Mapping[str, Tensor]:
@@ -127,9 +128,17 @@ def _weights() -> list[Case]:
     return cases
 
 
+def _broken_rows(rng: Rng) -> Tensor:
+    """Rows of ordinary numbers; in some one element is NaN, an infinity, or both, and one row is nothing but NaN."""
+    x = rng.normal(9, 96) * torch.exp(2 * rng.normal(9, 1))
+    x[1, 5], x[2, 40], x[4, 95], x[5] = NAN, INF, -INF, NAN
+    x[7, 3], x[7, 90] = INF, NAN
+    return x
+
+
 def _activations() -> list[Case]:
-    def x(rows: int) -> Make:
-        return lambda rng, site: {"x": rng.normal(rows, 96) * torch.exp(2 * rng.normal(rows, 1))}
+    def x(rows: int) -> Callable[[Rng], Tensor]:
+        return lambda rng: rng.normal(rows, 96) * torch.exp(2 * rng.normal(rows, 1))
 
     def q(rng: Rng, site: Site) -> Inputs:
         return {"q": formats.quantize(rng.normal(7, 96), spec_of(site.activation_format))}
@@ -137,36 +146,30 @@ def _activations() -> list[Case]:
     cases: list[Case] = []
     for format in STORED:
         options: dict[str, Any] = {"kind": "dense_mlp", "activation_format": format, "quick": True}
-        cases += ask("quantize", f"to_{format}", x(7), dtypes=("float32",), bugs=("F61",), **options)
-        cases += ask("quantize", f"to_{format}_no_token", x(0), dtypes=("float32",), bugs=("F30",), **options)
+        broken: dict[str, Any] = {**options, "bugs": ("F28",), "also": ("row_alone", "permuted_rows")}
+        cases += ask("quantize", f"to_{format}", activations(x(7)), bugs=("F61",), **options)
+        cases += ask("quantize", f"to_{format}_no_token", activations(x(0)), bugs=("F30",), **options)
+        cases += ask("quantize", f"to_{format}_broken_rows", activations(_broken_rows), **broken)
         cases += ask("dequantize", f"from_{format}", q, bugs=("F52",), **options)
-        if format.startswith("fp8"):
-            continue
-        for group in (16, 32, 64, 128):
-            grouped = lambda rng, site, group=group: {"x": rng.normal(5, 384).sign() * _groups(5, 384, group)}  # noqa: E731
-            cases += ask(
-                "quantize", f"to_{format}_groups_{group}", grouped, dtypes=("float32",), bugs=("F70",), **options
-            )
-        if format != "mxfp8":
-            cases += ask(
-                "dequantize",
-                f"from_{format}_nibbles",
-                _code_order,
-                golden=_code_order_numbers,
-                bugs=("F55",),
-                **options,
-            )
+        if not format.startswith("fp8"):
+            cases += _grouped_activations(format, options)
+        if format in ("mxfp4", "nvfp4"):
             golden = _codes_in_order if format == "mxfp4" else None
-            cases += ask(
-                "quantize",
-                f"to_{format}_nibbles",
-                _codes_of_order,
-                dtypes=("float32",),
-                golden=golden,
-                bugs=("F55",),
-                **options,
-            )
+            nibbles: dict[str, Any] = {**options, "bugs": ("F55",)}
+            cases += ask("dequantize", f"from_{format}_nibbles", _code_order, golden=_code_order_numbers, **nibbles)
+            cases += ask("quantize", f"to_{format}_nibbles", activations(_codes_of_order), golden=golden, **nibbles)
     return cases
+
+
+def _grouped_activations(format: str, options: dict[str, Any]) -> list[Case]:
+    def of(group: int) -> Callable[[Rng], Tensor]:
+        return lambda rng: rng.normal(5, 384).sign() * _groups(5, 384, group)
+
+    return [
+        case
+        for group in (16, 32, 64, 128)
+        for case in ask("quantize", f"to_{format}_groups_{group}", activations(of(group)), bugs=("F70",), **options)
+    ]
 
 
 CASES = [*_weights(), *_activations()]
