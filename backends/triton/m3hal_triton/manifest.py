@@ -106,8 +106,12 @@ MANIFEST = Manifest(
         ),
         "block_scores": _indexer("block_scores"),
         "select_blocks": _indexer("select_blocks"),
-        "topk_blocks": (Impl("m3hal_triton.topk_blocks:topk_blocks", limits=_RANKED, files=("_choose.py", "_launch.py")),),
-        "merge_topk": (Impl("m3hal_triton.topk_blocks:merge_topk", limits=_RANKED, files=("_choose.py", "_launch.py")),),
+        "topk_blocks": (
+            Impl("m3hal_triton.topk_blocks:topk_blocks", limits=_RANKED, files=("_choose.py", "_launch.py")),
+        ),
+        "merge_topk": (
+            Impl("m3hal_triton.topk_blocks:merge_topk", limits=_RANKED, files=("_choose.py", "_launch.py")),
+        ),
         "sparse_attention": _attention(
             "sparse_attention",
             "sparse_attention",
