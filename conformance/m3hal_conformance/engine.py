@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import m3hal_conformance.process  # noqa: F401  registers its checks
 from m3hal.ops import ExpertWeights
 from m3hal_conformance.buckets import _is_token_axis, trimmed
 from m3hal_conformance.checks import _same, check

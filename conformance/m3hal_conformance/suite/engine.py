@@ -1,4 +1,7 @@
-"""What an engine asks of every operator, on one case of each: see :mod:`m3hal_conformance.engine`."""
+"""What an engine asks of every operator, on a case or two of each.
+
+See :mod:`m3hal_conformance.engine` and :mod:`m3hal_conformance.process`.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +32,77 @@ _TYPICAL: Mapping[str, str] = {
     "qk_norm_rope_insert": "page_boundaries",
     "select_blocks": "chunks",
 }
+#: operator -> another case of it, small
+_ANOTHER: Mapping[str, str] = {
+    "rms_norm": "odd_rows",
+    "add_rms_norm": "strided",
+    "linear": "strided",
+    "quantize": "to_fp8_e4m3",
+    "dequantize": "from_mxfp4",
+    "rope_partial": "tokens_equal_heads",
+    "kv_write": "tokens_equal_heads",
+    "kv_read": "index_keys",
+    "kv_copy_blocks": "index_pages",
+    "block_scores": "tokens_equal_heads",
+    "topk_blocks": "tokens_equal_heads",
+    "merge_topk": "ranks_2_normal",
+    "sparse_attention": "ragged",
+    "paged_attention": "ragged",
+    "route_topk": "ties",
+    "swiglu_oai": "three_axes",
+    "moe_experts": "identity",
+    "qk_norm_rope_insert": "tokens_equal_heads",
+    "select_blocks": "tokens_equal_heads",
+}
 #: question -> its checks
 _ASKED: Mapping[str, tuple[str, ...]] = {
     "compiled": ("compiled",),
     "allocation": ("allocation",),
     "captured": ("no_host_sync", "graph_replay"),
 }
+_QUICK = ("compiled", "allocation")
+#: the same, asked again on another case
+_ASKED_AGAIN: Mapping[str, tuple[str, ...]] = {
+    "process": (
+        "global_state",
+        "results_kept",
+        "inference_mode",
+        "other_thread",
+        "bound_in_bfloat16",
+        "unwritten_inputs",
+    ),
+    "called_often_5000": ("thousands_of_calls",),
+}
 #: what runs between steps and is never captured
 _BETWEEN_STEPS = ("kv_read", "kv_copy_blocks")
+#: what takes so little time that thousands of calls are asked
+_CHEAP = ("rms_norm", "rope_partial", "topk_blocks", "merge_topk", "route_topk", "swiglu_oai")
 
 
 def engine_cases(cases: Iterable[Case]) -> list[Case]:
-    """The questions, in each format of the typical case, in its first layout."""
-    return [
-        replace(
-            case,
-            id=f"{case.operator}/{question}/{case.format}",
-            checks=checks,
-            bugs=(),
-            golden=None,
-            quick=case.format == "bfloat16" and question != "captured",
-        )
-        for case in cases
-        if case.layout == "hnd" and case.id.split("/")[1] == _TYPICAL.get(case.operator)
-        for question, checks in _ASKED.items()
-        if not (question == "captured" and case.operator in _BETWEEN_STEPS)
-    ]
+    """The questions, in each format of the typical case, in its first layout; some again on another case, in one."""
+    found = [case for case in cases if case.layout == "hnd"]
+    last = {case.operator: case.format for case in found}
+    made = []
+    for case in found:
+        name, is_last = case.id.split("/")[1], case.format == last[case.operator]
+        often = ("called_often_5000",) if is_last and case.operator in _CHEAP else ()
+        if name == _TYPICAL.get(case.operator):
+            asked = [q for q in _ASKED if not (q == "captured" and case.operator in _BETWEEN_STEPS)]
+            made += [_asked(case, question, question in _QUICK and case.format == "bfloat16") for question in asked]
+            made.append(_asked(case, "process", is_last))
+            made += [_asked(case, question) for question in often]
+        if name == _ANOTHER.get(case.operator) and is_last:
+            made += [_asked(case, question, name=f"{question}_again") for question in ("process", *often)]
+    return made
+
+
+def _asked(case: Case, question: str, quick: bool = False, *, name: str = "") -> Case:
+    return replace(
+        case,
+        id=f"{case.operator}/{name or question}/{case.format}",
+        checks={**_ASKED, **_ASKED_AGAIN}[question],
+        bugs=(),
+        golden=None,
+        quick=quick,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from m3hal_broken_zoo import attending, expert, hostile, inserted, paged, quantised, rows, selection, stored
+from m3hal_broken_zoo import attending, expert, hostile, inserted, paged, process, quantised, rows, selection, stored
 from m3hal_broken_zoo._zoo import MUTANTS, Mutant
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "hostile",
     "inserted",
     "paged",
+    "process",
     "quantised",
     "rows",
     "selection",
