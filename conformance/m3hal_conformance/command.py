@@ -6,26 +6,41 @@ import argparse
 import datetime
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from m3hal import ops
 from m3hal.cli.output import emit
-from m3hal.dispatch import Policy
+from m3hal.dispatch import Policy, devices
 from m3hal.dispatch.devices import detect
-from m3hal.dispatch.errors import ConfigurationError, M3halError, did_you_mean
+from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
 from m3hal_conformance import reports
 from m3hal_conformance.case import DTYPES, Case
+from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.claim import make_claim
 from m3hal_conformance.composed import check_layer
 from m3hal_conformance.coverage import cover
 from m3hal_conformance.harness import torch_threads
 from m3hal_conformance.page import page
-from m3hal_conformance.results import Result, Waiver, WaiverError, apply_waivers, exit_code, read_waivers, unused
+from m3hal_conformance.results import (
+    Result,
+    Waiver,
+    WaiverError,
+    apply_waivers,
+    concerning,
+    exit_code,
+    nowhere,
+    read_waivers,
+    unused,
+)
 from m3hal_conformance.runner import Runner, default_threads
 from m3hal_conformance.suite import all_cases, select
 from m3hal_conformance.verification import compare, read, verify
+
+#: what a case may fail by without being asked it: its manifest, its factory, a whole layer
+_OTHER_CHECKS = ("manifest", "bind", "composed", "regret")
 
 
 def conform(options: argparse.Namespace) -> int:
@@ -34,13 +49,16 @@ def conform(options: argparse.Namespace) -> int:
     threads = default_threads(backend) if options.threads is None else options.threads
     if threads < 1:
         raise ConfigurationError(f"--threads takes 1 or more, not {threads}.")
+    _present(options.device)
     runner = Runner(backend, options.device or detect()[0].device, options.seed, threads)
     cases = _cases(options)
     if options.list:
         print("\n".join(case.id for case in cases))
         return 0
     runner.plan(cases[0].operator, cases[0].site, cases[0].layout)  # an unusable backend is an error, not 600 results
-    waivers = _waivers(options, runner.device)
+    _check_writable(options)
+    told = _waivers(options)
+    waivers = concerning(told, runner.device)
     results = runner.run(cases, reports.Progress(len(cases)))
     coverage, extra = cover(runner, cases, results)
     if not options.op and not options.case:
@@ -49,10 +67,12 @@ def conform(options: argparse.Namespace) -> int:
             extra += [check_layer(runner, dtype) for dtype in DTYPES]
     everything = apply_waivers([*results, *extra], waivers, datetime.date.today())
     claim = make_claim(runner, cases, everything[: len(cases)], coverage)
-    _write(options, claim, everything)
     print(reports.terminal(claim, everything, selected=bool(options.op or options.case)))
     for waiver in unused(waivers, everything):
         print(f"note: the waiver of {waiver.case} ({waiver.issue}) meets no case that ran")
+    for waiver in nowhere(told, runner.device):
+        print(f"note: the waiver of {waiver.case} ({waiver.issue}) is for {waiver.device!r}, which no known device is")
+    _write(options, claim, everything)
     return exit_code(everything)
 
 
@@ -74,9 +94,23 @@ def _backend(name: str | None) -> str:
     asked = name or Policy.resolve().backend
     if asked in ("auto", "vllm"):
         raise ConfigurationError(
-            f"conform needs a backend's name, not {asked!r}; `m3hal backends` lists the installed ones."
+            "conform asks one backend, and needs its name: --backend NAME; `m3hal backends` lists the installed ones."
         )
     return asked
+
+
+def _present(device: str | None) -> None:
+    """Refuses what is no device, or is not in this machine: no case of a backend fails for that."""
+    if device is None:
+        return
+    kind = devices.kind(devices.check(device))
+    if kind not in devices.KINDS:
+        raise ConfigurationError(
+            f"{device!r} is no device that torch tensors can be put on here; `m3hal devices` lists them."
+        )
+    if not devices.is_present(device):
+        here = ", ".join(dict.fromkeys(found.device for found in detect()))
+        raise UnsupportedError(f"this machine has no {device}, so nothing can be asked there. It has: {here}.")
 
 
 def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
@@ -103,11 +137,27 @@ def _near(name: str) -> str:
     return f" Ids begin with an operator: {', '.join(dict.fromkeys(case.operator for case in all_cases()))}."
 
 
-def _waivers(options: argparse.Namespace, device: str) -> tuple[Waiver, ...]:
+def _waivers(options: argparse.Namespace) -> tuple[Waiver, ...]:
+    """Those of the file, for whatever device."""
     try:
-        return read_waivers(options.waivers, device) if options.waivers else ()
+        return read_waivers(options.waivers, (*CHECKS, *_OTHER_CHECKS)) if options.waivers else ()
     except WaiverError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def _check_writable(options: argparse.Namespace) -> None:
+    """Refuses, before anything runs, a file that could not be written when it is over."""
+    for option in ("json", "junit", "html"):
+        asked = getattr(options, option)
+        if asked is None:
+            continue
+        path = Path(asked)
+        if path.is_dir() or not asked:
+            raise ConfigurationError(f"--{option} takes a file, and {asked!r} is a folder.")
+        if not path.parent.is_dir():
+            raise ConfigurationError(f"--{option} {asked}: there is no folder {path.parent}; make it first.")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigurationError(f"--{option} {asked} can't be written; you lack the permission.")
 
 
 def _write(options: argparse.Namespace, claim: dict[str, object], results: Sequence[Result]) -> None:

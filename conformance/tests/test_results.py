@@ -14,7 +14,9 @@ from m3hal_conformance.results import (
     Waiver,
     WaiverError,
     apply_waivers,
+    concerning,
     exit_code,
+    nowhere,
     read_waivers,
     unused,
 )
@@ -87,6 +89,10 @@ def test_waiver_that_meets_nothing_is_named():
         ("[[waiver]]\ncase='a'\nissue='https://x'", "until when"),
         ("[[waiver]]\ncase='a'\nissue='https://x'\nuntil=2027-01-01\nwhy='b'", "unknown key 'why'"),
         ("[[waiver", "can't be read"),
+        ("[[waivr]]\ncase='a'", "unknown table 'waivr'. Did you mean 'waiver'"),
+        ("[waiver]\ncase='a'", "in double brackets"),
+        ("[[waiver]]\ncase='a'\nissue='https://x'\nuntil=2027-01-01\ncheck='orcale'", "called 'orcale'. Did you mean"),
+        ("[[waiver]]\ncase='a'\nissue='https://x'\nuntil=2027-01-01\ncheck='orc*x'", "no check is called 'orc.*x'"),
     ],
 )
 def test_waiver_file_says_what_is_wrong(tmp_path, text, sentence):
@@ -94,15 +100,36 @@ def test_waiver_file_says_what_is_wrong(tmp_path, text, sentence):
     path = tmp_path / "waivers.toml"
     path.write_text(text)
     with pytest.raises(WaiverError, match=sentence):
-        read_waivers(path, "cpu")
+        read_waivers(path, ("oracle", "rerun"))
 
 
 def test_waivers_for_another_device_are_left_out(tmp_path):
     """A waiver may name its device."""
     path = tmp_path / "waivers.toml"
     path.write_text("[[waiver]]\ncase='a'\nissue='https://x'\nuntil=2027-01-01\ndevice='cuda:*'")
-    assert read_waivers(path, "cpu") == ()
-    assert len(read_waivers(path, "cuda:sm_90")) == 1
+    found = read_waivers(path, ("oracle",))
+    assert concerning(found, "cpu") == ()
+    assert len(concerning(found, "cuda:sm_90")) == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meets"),
+    [("*", True), ("cpu", True), ("c*", True), ("cuda:*", True), ("cuda:sm_9?", True), ("hip:gfx950", True),
+     ("acme:a1", True), ("cdua:*", False), ("cuda", False), ("cuda:sm90", False), ("gpu", False)],
+)  # fmt: skip
+def test_waiver_of_no_known_device_is_named(pattern, meets):
+    """A pattern that no kind of device can match is found; the device that is asked is always known."""
+    one = Waiver("a/*", "https://x", TODAY, device=pattern)
+    assert nowhere([one], "acme:a1") == ([] if meets else [one])
+
+
+def test_waiver_names_the_check_that_passes():
+    """On a case that fails in another check it says which one of the waiver's passes, or that none is asked."""
+    checks = (CheckResult("rerun", True), CheckResult("oracle", False, 3.0, "far"))
+    (found,) = apply_waivers([result("a/b/c", "fail", checks)], [waiver("a/b/c", check="rerun")], TODAY)
+    assert "its check rerun passes, but https://example.org/1 waives it" in found.sentence
+    (found,) = apply_waivers([result("a/b/c", "fail", checks)], [waiver("a/b/c", check="guards")], TODAY)
+    assert "it is not asked the check 'guards', but" in found.sentence
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +300,37 @@ def test_command_line(tmp_path, capsys):
     assert main(["conform", "--backend", "reference", "--op", "rms_nrom"]) == 2
     assert "rms_norm" in capsys.readouterr().err
     assert main(["conform", "--backend", "reference", "--case", "rms_norm/tokens"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"), [("none/x.html", "there is no folder"), (".", "is a folder"), ("", "is a folder")]
+)
+def test_output_that_cannot_be_written_is_refused_first(tmp_path, monkeypatch, capsys, path, sentence):
+    """No case runs before the sentence, and the exit code is 2."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("it ran"))
+    assert main(["conform", "--backend", "reference", "--case", "rms_norm/no_token", "--html", path]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_table_outlives_a_file_that_cannot_be_written(capsys, monkeypatch, tmp_path):
+    """What a long run found is on the terminal even when the disk is full."""
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr("pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(full))
+    options = ["--case", "rms_norm/no_token", "--json", str(tmp_path / "claim.json")]
+    assert main(["conform", "--backend", "reference", *options]) == 1
+    told = capsys.readouterr()
+    assert "cases. Tiers: " in told.out
+    assert "claim.json can't be written" in told.err
+
+
+def test_slip_in_waivers_is_a_usage_error(capsys, tmp_path):
+    """Exit code 2, and no run."""
+    path = tmp_path / "waivers.toml"
+    path.write_text("[[waiver]]\ncase='a'\nissue='https://x'\nuntil=2027-01-01\ncheck='orcale'")
+    options = ["--backend", "reference", "--case", "rms_norm/no_token", "--waivers", str(path)]
+    assert main(["conform", *options]) == 2
+    assert "no check is called 'orcale'. Did you mean 'oracle'?" in capsys.readouterr().err
 
 
 def test_absent_operator_is_unsupported(capsys):

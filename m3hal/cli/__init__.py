@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except M3halError as error:
-        _report(error, arguments.json)
+        _report(error, arguments.json is True)  # conform's is a file
         return _code(error)
     except BrokenPipeError:
         # The reader left, as `m3hal ops | head` does; Python would complain again when it closes stdout.
