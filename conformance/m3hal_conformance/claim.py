@@ -60,6 +60,7 @@ def make_claim(
             "case_set": case_set_hash(cases),
             "cases": len(cases),
             "whole": len(cases) == len(all_cases()),
+            "whole_operators": _whole(cases),
             "sizes": str(runner.sizes),
         },
         "seed": runner.seed,
@@ -77,6 +78,13 @@ def make_claim(
         "results": [_row(result) for result in results],
     }
     return {**body, "digest": digest(body)}
+
+
+def _whole(cases: Sequence[Case]) -> list[str]:
+    """The operators of which every case is there: a backend's level rests on these alone."""
+    asked = {case.id for case in cases}
+    names = dict.fromkeys(case.operator for case in cases)
+    return [name for name in names if all(case.id in asked for case in select(operators=(name,)))]
 
 
 def largest(results: Sequence[Result]) -> dict[str, dict[str, int]]:

@@ -240,3 +240,32 @@ def test_a_tier_needs_the_published_sizes(monkeypatch):
     finally:
         unregister("narrow")
     assert set(Runner("reference", "cpu").published_operators()) == set(ops.CORE)
+
+
+@pytest.mark.parametrize(
+    ("device", "code", "sentence"),
+    [
+        ("cuda:sm_999", 3, "this machine has no cuda:sm_999, so nothing can be asked there"),
+        ("tpu9", 2, "'tpu9' is no device"),
+        ("cuda", 2, "device 'cuda' needs its architecture"),
+    ],
+)
+def test_a_device_that_is_not_here_is_no_failure(capsys, device, code, sentence):
+    """3 for a device that this machine lacks, 2 for what is none; no case is said to fail."""
+    assert main(["conform", "--backend", "reference", "--device", device, "--case", CASE]) == code
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ({"layouts": ("nhdd",)}, "its layout 'nhdd' is no page map. Did you mean 'nhd'"),
+        ({"limits": (one_of("dtype", "bf16"),)}, "its limit on dtype takes 'bf16', which no dtype is"),
+        ({"limits": (one_of("kv_format", "fp8"),)}, "its limit on kv_format takes 'fp8', which no kv_format is"),
+    ],
+)
+def test_values_that_nothing_has_are_faults(faulty, capsys, what, sentence):
+    """They would exclude every case, and read as unsupported."""
+    faulty((impl("right", **what),))
+    assert main(["conform", "--backend", "faulty", "--device", "cpu", "--case", CASE]) == 1
+    assert sentence in capsys.readouterr().out

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 #: names the file in which the child notes what it is at, and at last its exit code
-DIARY = "M3HAL_CONFORM_DIARY"
+DIARY = "_M3HAL_CONFORM_DIARY"
 _END = "end "
 
 

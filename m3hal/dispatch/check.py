@@ -12,6 +12,8 @@ from m3hal import ops
 from m3hal.dispatch import versions
 from m3hal.dispatch.errors import did_you_mean
 from m3hal.dispatch.manifest import Impl, Limit, Manifest, Rung, Symbol
+from m3hal.formats import FORMATS
+from m3hal.layouts import PAGE_MAPS, is_private
 from m3hal.shape import SITE_ATTRIBUTES
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -20,6 +22,11 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _MAPPINGS = (dict, MappingProxyType)
 #: Values whose repr is the same in every process, as impl_id needs.
 _PLAIN = (str, int, float, NoneType)
+#: attributes whose values have names
+_KNOWN = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    **dict.fromkeys(("kv_format", "index_format", "weight_format", "activation_format"), ("", *FORMATS)),
+}
 _PHASES = ("prefill", "decode", "verify")
 
 
@@ -84,6 +91,10 @@ def problem_of_impl(impl: Any, operator: ops.Operator) -> str | None:
         return f"its memory mode {impl.memory!r} must be 'caller', 'self' or 'graph'"
     if not _is_texts(impl.files) or not _is_texts(impl.layouts):
         return "its files and layouts must be tuples of strings"
+    unknown = next((kind for kind in impl.layouts if kind not in PAGE_MAPS and not is_private(kind)), None)
+    if unknown is not None:
+        hint = did_you_mean(unknown, PAGE_MAPS)
+        return f"its layout {unknown!r} is no page map.{hint} One of the vendor's own is written 'vendor:name'"
     if not _is_texts(impl.devices):
         return "its devices must be a tuple of patterns such as ('cuda:sm_90',)"
     if not isinstance(impl.calls, tuple) or not all(isinstance(symbol, Symbol) for symbol in impl.calls):
@@ -109,6 +120,11 @@ def _problem_of_limits(impl: Impl) -> str | None:
             return f"it limits {limit.attribute!r}, which is no attribute of a Site.{hint}"
         if not isinstance(limit.values, tuple) or not all(isinstance(value, _PLAIN) for value in limit.values):
             return f"its limit on {limit.attribute} takes {limit.values!r}; the values must be texts and numbers"
+        known = _KNOWN.get(limit.attribute, ())
+        unknown = next((value for value in limit.values if known and value not in known), None)
+        if unknown is not None:
+            hint = did_you_mean(str(unknown), known)
+            return f"its limit on {limit.attribute} takes {unknown!r}, which no {limit.attribute} is.{hint}"
     return None
 
 

@@ -1,14 +1,15 @@
 """How far implementations have been proved, computed from the claims that their packages ship.
 
 A package keeps claims as ``claims/*.json`` beside its manifest. A claim counts for the ``impl_id`` that it names, so
-one about files that have changed since counts for nothing, and so does one whose digest says that it was edited.
+one about files that have changed since counts for nothing, and so does one whose digest says that it was edited. It
+counts for the operators of which it asked every case, and no other claim outweighs a failure.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,16 @@ _EXECUTORS = {"double": "contract", "in-process": "hardware"}
 def proved(backends: Iterable[Found], device: str) -> dict[str, str]:
     """impl_id -> level, for what the backends' own claims prove on a device. A contract holds on every device."""
     levels: dict[str, str] = {}
+    failed: set[str] = set()
     for found in backends:
         for claim in _claims(found):
             level = _EXECUTORS.get(str(claim.get("executor")), LEVELS[0])
             if level == "hardware" and claim.get("device") != device:
                 continue
+            failed |= _with_status(claim, lambda status: status not in ("pass", "unsupported"))
             for identity in _passed(claim):
                 levels[identity] = max(level, levels.get(identity, LEVELS[0]), key=LEVELS.index)
-    return levels
+    return {identity: level for identity, level in levels.items() if identity not in failed}
 
 
 def digest(claim: Mapping[str, Any]) -> str:
@@ -61,7 +64,21 @@ def _read(path: Path, modified: int, size: int) -> Mapping[str, Any] | None:
 
 
 def _passed(claim: Mapping[str, Any]) -> set[str]:
-    """The implementations of which some case passed and none failed."""
-    rows = [(row.get("impl_id"), row.get("status")) for row in claim.get("results", ())]
-    failed = {identity for identity, status in rows if status not in ("pass", "unsupported")}
-    return {identity for identity, status in rows if identity and status == "pass"} - failed
+    """The implementations of which some case passed, of operators that were asked every case."""
+    suite = claim.get("suite")
+    whole = suite.get("whole_operators") if isinstance(suite, Mapping) else None
+    asked = {operator for operator in whole or () if isinstance(operator, str)}
+    return _with_status(claim, lambda status: status == "pass", asked)
+
+
+def _with_status(claim: Mapping[str, Any], fits: Callable[[Any], bool], operators: set[str] | None = None) -> set[str]:
+    """The implementations that a row with such a status names; of some operators, or all."""
+    rows = [row for row in claim.get("results", ()) if isinstance(row, Mapping)]
+    return {
+        row["impl_id"]
+        for row in rows
+        if fits(row.get("status"))
+        and isinstance(row.get("impl_id"), str)
+        and row["impl_id"]
+        and (operators is None or str(row.get("case")).partition("/")[0] in operators)
+    }

@@ -26,8 +26,9 @@ FOUND = Found("claiming", "m3hal-claiming", "1.0", "m3hal_claiming.manifest:MANI
 
 
 def write(path: Path, executor: str, device: str, **statuses: str) -> dict[str, Any]:
-    rows = [{"impl_id": identity, "status": status} for identity, status in statuses.items()]
-    body: dict[str, Any] = {"claim_version": 1, "executor": executor, "device": device, "results": rows}
+    rows = [{"case": "linear/x", "impl_id": identity, "status": status} for identity, status in statuses.items()]
+    suite = {"whole_operators": ["linear"]}
+    body: dict[str, Any] = {"executor": executor, "device": device, "suite": suite, "results": rows}
     body["digest"] = digest(body)
     path.write_text(json.dumps(body))
     return body
@@ -50,3 +51,13 @@ def test_failures_edits_and_strays_prove_nothing(package: Path) -> None:
     write(package / "d.json", "hearsay", "x:y", d="pass")
     assert proved([FOUND], "x:y") == {"d": "declared"}
     assert proved([Found("gone", "gone", "1", "no_such_package:MANIFEST")], "x:y") == {}
+
+
+def test_a_part_of_the_cases_proves_nothing(package: Path) -> None:
+    """One easy case is no level; a failure in one file is not outweighed by another file."""
+    body = write(package / "a.json", "in-process", "x:y", a="pass")
+    body["suite"] = {"whole_operators": ["rms_norm"]}
+    (package / "a.json").write_text(json.dumps({**body, "digest": digest(body)}))
+    write(package / "b.json", "in-process", "x:y", b="pass", c="pass")
+    write(package / "c.json", "in-process", "x:y", b="fail")
+    assert proved([FOUND], "x:y") == {"c": "hardware"}

@@ -206,12 +206,12 @@ def test_cache_group_shares_a_layout_that_one_operator_forces(toy: Any, make: Ca
 def test_layout_that_the_engine_lacks_rejects(toy: Any, make: Callable[..., Any]) -> None:
     """The reason names the cache's layout and the implementation's."""
     module = toy("acme", sparse_attention=kernel)
-    only = Impl(f"{module.__name__}:sparse_attention", layouts=("acme_slot",))
+    only = Impl(f"{module.__name__}:sparse_attention", layouts=("acme:slot",))
     toy("acme", operators={"sparse_attention": (only,)})
     choice = make({"backend": "acme,reference"}).choice("sparse_attention", "sparse_attention")
     assert choice.server == "reference"
     assert choice.verdicts[0].stage == "layout"
-    assert choice.verdicts[0].reason == "the cache of sparse_attention is hnd; it takes acme_slot"
+    assert choice.verdicts[0].reason == "the cache of sparse_attention is hnd; it takes acme:slot"
 
 
 def test_private_layout_moves_the_whole_group(toy: Any, make: Callable[..., Any]) -> None:
@@ -220,11 +220,11 @@ def test_private_layout_moves_the_whole_group(toy: Any, make: Callable[..., Any]
     module = toy("acme")
     for name in names:
         setattr(module, name, kernel)
-    private = {name: (Impl(f"{module.__name__}:{name}", layouts=("slot",)),) for name in names}
+    private = {name: (Impl(f"{module.__name__}:{name}", layouts=("acme:slot",)),) for name in names}
     toy("acme", operators=private)
-    layouts = ("hnd", "slot")
+    layouts = ("hnd", "acme:slot")
     made = make({"backend": "acme,reference"}, cache_layouts=layouts)
-    assert made.layouts == {"dense_attention": "hnd", "sparse_attention": "slot"}
+    assert made.layouts == {"dense_attention": "hnd", "sparse_attention": "acme:slot"}
     partly = {name: private[name] for name in names[:-1]}
     toy("acme", operators=partly)
     assert make({"backend": "acme,reference"}, cache_layouts=layouts).layouts["sparse_attention"] == "hnd"
