@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m3hal.dispatch.errors import M3halError
+from m3hal.dispatch.errors import ConfigurationError
 from m3hal.formats import QSpec, QTensor
 from m3hal.layouts import KVLayout, PagedCache
 from m3hal.ops import ExpertWeights, QKNorms, SeqMeta
@@ -83,16 +83,26 @@ def size_of(inputs: Mapping[str, Any]) -> int:
 
 
 def load(path: str | Path) -> Captured:
-    """A captured call as a case. Raises M3halError for what is no capture."""
+    """A captured call as a case. Raises ConfigurationError for what is no capture, or one of another version."""
+    try:
+        content = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be read: {error.strerror or error}.") from error
     try:
         found = torch.load(path, weights_only=True)
-        if found["version"] != CAPTURE_VERSION:
-            raise ValueError(f"its version is {found['version']}")
+    except Exception as error:  # torch's own message advises to load it as code
+        raise ConfigurationError(f"{path} is no capture; mode 'record' writes them, see docs/captures.md.") from error
+    if not isinstance(found, dict) or not {"version", "operator", "site", "inputs"} <= set(found):
+        raise ConfigurationError(f"{path} is no capture; mode 'record' writes them, see docs/captures.md.")
+    if found["version"] != CAPTURE_VERSION:
+        told = f"{path} is a capture of version {found['version']!r}; this suite reads {CAPTURE_VERSION}"
+        raise ConfigurationError(f"{told}. Record the call again.")
+    try:
         inputs = {name: _revived(value) for name, value in found["inputs"].items()}
-        content = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
         return case_of(found["operator"], Site(**found["site"]), inputs, f"{Path(path).stem}-{content}")
     except Exception as error:
-        raise M3halError(f"{path} can't be read as a capture: {error}.") from error
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"{path} is a capture of a call that this suite doesn't know: {told}.") from error
 
 
 def case_of(operator: str, site: Site, inputs: Mapping[str, Any], name: str = "captured") -> Captured:
@@ -112,8 +122,10 @@ def case_of(operator: str, site: Site, inputs: Mapping[str, Any], name: str = "c
 
 
 def replay(path: str | Path, backend: str, device: str) -> Result:
-    """A capture, asked of a backend."""
-    return Runner(backend, device).run_case(load(path))
+    """A capture, asked of a backend. Raises what planning does when it can't be used there."""
+    case, runner = load(path), Runner(backend, device)
+    runner.plan(case.operator, case.site, case.layout)
+    return runner.run_case(case)
 
 
 def _again(inputs: Mapping[str, Any], rng: Rng, site: Site) -> dict[str, Any]:

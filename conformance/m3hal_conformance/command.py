@@ -49,8 +49,7 @@ def conform(options: argparse.Namespace) -> int:
     threads = default_threads(backend) if options.threads is None else options.threads
     if threads < 1:
         raise ConfigurationError(f"--threads takes 1 or more, not {threads}.")
-    _present(options.device)
-    runner = Runner(backend, options.device or detect()[0].device, options.seed, threads)
+    runner = Runner(backend, device_of(options.device), options.seed, threads)
     cases = _cases(options)
     if options.list:
         print("\n".join(case.id for case in cases))
@@ -99,10 +98,10 @@ def _backend(name: str | None) -> str:
     return asked
 
 
-def _present(device: str | None) -> None:
-    """Refuses what is no device, or is not in this machine: no case of a backend fails for that."""
+def device_of(device: str | None) -> str:
+    """``--device``, or this machine's first. Refuses what is no device, or is not here: no case fails for that."""
     if device is None:
-        return
+        return detect()[0].device
     kind = devices.kind(devices.check(device))
     if kind not in devices.KINDS:
         raise ConfigurationError(
@@ -111,6 +110,7 @@ def _present(device: str | None) -> None:
     if not devices.is_present(device):
         here = ", ".join(dict.fromkeys(found.device for found in detect()))
         raise UnsupportedError(f"this machine has no {device}, so nothing can be asked there. It has: {here}.")
+    return device
 
 
 def _cases(options: argparse.Namespace) -> tuple[Case, ...]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from m3hal_broken_zoo import MUTANTS
 from m3hal_broken_zoo.matrix import installed
 from m3hal_conformance.capture import load, save
@@ -61,11 +62,39 @@ def test_names_are_numbered(tmp_path):
 
 
 def test_what_is_no_capture_is_refused(tmp_path, capsys):
-    """A file that is no capture is a sentence."""
+    """A missing file, bytes, a tensor and another version: a sentence each, exit code 2, no advice of torch."""
     path = tmp_path / "x.pt"
+    assert main(["replay", str(path)]) == 2
+    assert "can't be read: No such file" in capsys.readouterr().err
     path.write_bytes(b"no")
-    assert main(["replay", str(path)]) == 1
-    assert "can't be read as a capture" in capsys.readouterr().err
+    assert main(["replay", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "is no capture; mode 'record' writes them" in told
+    assert "weights_only" not in told
+    torch.save(torch.ones(2), path)
+    assert main(["replay", str(path)]) == 2
+    torch.save(dict.fromkeys(("version", "operator", "site", "inputs"), 7), path)
+    assert main(["replay", str(path)]) == 2
+    assert "a capture of version 7; this suite reads 1" in capsys.readouterr().err
+
+
+def test_replay_says_whom_it_asked_and_how_to_ask_again(tmp_path, capsys, monkeypatch):
+    """Backend, device, ratio and the command; the environment names the backend, as for conform."""
+    file = str(captured("rms_norm/tokens_7", tmp_path))
+    assert main(["replay", file, "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "reference on cpu, worst error / bound 0" in out
+    assert f"again: m3hal replay {file} --backend reference --device cpu" in out
+    monkeypatch.setenv("M3HAL_BACKEND", "refrence")
+    assert main(["replay", file]) == 2
+    assert "Did you mean 'reference'" in capsys.readouterr().err
+
+
+def test_replay_on_a_device_that_is_not_here(tmp_path, capsys):
+    """Exit code 3."""
+    file = str(captured("rms_norm/tokens_7", tmp_path))
+    assert main(["replay", file, "--device", "cuda:sm_10"]) == 3
+    assert "this machine has no cuda:sm_10" in capsys.readouterr().err
 
 
 def test_harsh_numbers_are_no_fault(tmp_path):
