@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from m3hal.dispatch import Bound, Kernel
 from m3hal_conformance.bounds import bits
@@ -221,6 +223,50 @@ def unwritten_inputs(trial: Trial) -> None:
     written = [path for path, version in before.items() if found[path]._version != version]
     if written:
         raise CheckFailed(f"{', '.join(written)} is written during the call, but the operator only reads it")
+
+
+@check
+def other_writers(trial: Trial) -> None:
+    """What others write to other pages during a call stays: a transfer of pages from elsewhere runs beside it.
+
+    The other writer comes between any two operations that the call has torch run; kernels that torch does not know
+    are not interrupted.
+    """
+    carved = trial.carved(trial.inputs)
+    arguments = trial.harness.arguments(carved)
+    found = [tensor for name in trial.operator.mutates for _, tensor in tensors(carved.inputs[name])]
+    before = [bits(tensor).clone() for tensor in found]
+    trial.harness.launch(carved, arguments)
+    others = []
+    for tensor, old in zip(found, before, strict=True):
+        untouched = (bits(tensor) == old).flatten(1).all(1).nonzero().flatten().tolist() if tensor.ndim > 1 else []
+        others += [bits(tensor)[page] for page in untouched[:1] + untouched[-1:]]
+    if not others:
+        return
+    with _Writer(others) as writer:
+        trial.harness.launch(carved, arguments)
+    if writer.is_lost:
+        raise CheckFailed("it writes pages that no slot names as it read them: what came there meanwhile is lost")
+
+
+class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes some memory anew after each operation, and looks whether what it wrote last is still there."""
+
+    def __init__(self, others: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.others, self.code, self.is_lost = others, 0, False
+        self._write()
+
+    def _write(self) -> None:
+        self.code = self.code % 100 + 1
+        for other in self.others:
+            other.fill_(self.code)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.is_lost = self.is_lost or any(bool((other != self.code).any()) for other in self.others)
+        self._write()
+        return result
 
 
 @check

@@ -70,6 +70,7 @@ _ASKED_AGAIN: Mapping[str, tuple[str, ...]] = {
         "other_thread",
         "bound_in_bfloat16",
         "unwritten_inputs",
+        "other_writers",
     ),
     "called_often_5000": ("thousands_of_calls",),
 }

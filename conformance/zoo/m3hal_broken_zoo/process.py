@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -211,5 +212,28 @@ def moe_experts_borrows_its_input(site, right):
         x.zero_()
         x.copy_(before)
         return right(x, weights, ids, experts)
+
+    return run
+
+
+@mutant("kv_write", "process:other_writers")
+def kv_write_writes_all_back(site, right):
+    """It copies the whole cache and writes it back: what a transfer brought into other pages meanwhile is lost."""
+
+    def run(cache, k, v, slots):
+        cache.buf.copy_(cache.buf.clone())
+        right(cache, k, v, slots)
+
+    return run
+
+
+@mutant("kv_copy_blocks", "process:other_writers")
+def kv_copy_blocks_writes_all_back(site, right):
+    """It makes the new cache beside the old one, and writes it back whole."""
+
+    def run(src, dst, pairs):
+        made = replace(dst, buf=dst.buf.clone())
+        right(made if src is dst else src, made, pairs)
+        dst.buf.copy_(made.buf)
 
     return run
