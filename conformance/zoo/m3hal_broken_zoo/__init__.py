@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from m3hal_broken_zoo import attending, expert, hostile, inserted, paged, process, quantised, rows, selection, stored
+from m3hal_broken_zoo import (
+    attending,
+    expert,
+    hostile,
+    inserted,
+    paged,
+    process,
+    quantised,
+    rows,
+    selection,
+    shipped,
+    stored,
+)
 from m3hal_broken_zoo._zoo import MUTANTS, Mutant
 
 __all__ = [
@@ -17,5 +29,6 @@ __all__ = [
     "quantised",
     "rows",
     "selection",
+    "shipped",
     "stored",
 ]

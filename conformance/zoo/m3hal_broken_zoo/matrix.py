@@ -86,7 +86,8 @@ def family(case: Case) -> str:
     Compiling, a hundred calls and long contexts take seconds each; and a cache of gigabytes costs nothing only as long
     as nobody touches the whole of it.
     """
-    dear = ("beyond_31_bits", "compiled", "called_often", "context_64k", *_LARGEST.get(case.operator, ()))
+    long = ("context_64k", "context_140k", "context_1m", "prompt_1100", "batch_300")
+    dear = ("beyond_31_bits", "compiled", "called_often", *long, *_LARGEST.get(case.operator, ()))
     return next((name for name in dear if name_of(case).startswith(name)), "")
 
 
