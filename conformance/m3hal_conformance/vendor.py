@@ -16,7 +16,9 @@ from functools import cache
 
 import pytest
 
+from m3hal import ops
 from m3hal.dispatch.devices import detect
+from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal_conformance.case import Case
 from m3hal_conformance.runner import Runner, default_threads
 from m3hal_conformance.suite import select
@@ -35,6 +37,17 @@ class Question:
 def cases(*, operators: Iterable[str] = (), quick: bool = False) -> list[Question]:
     """The cases of some operators, or all."""
     return [Question(case) for case in select(operators=operators, quick=quick)]
+
+
+def check_asked(backend: str, device: str, operators: Iterable[str]) -> None:
+    """Raises M3halError, with a suggestion, for a name that means nothing or a backend that can't be asked here."""
+    for name in operators:
+        if name not in ops.NAMES:
+            raise ConfigurationError(f"{name!r} is no operator.{did_you_mean(name, ops.NAMES)}")
+    if backend in ("auto", "vllm"):
+        raise ConfigurationError(f"{backend!r} is no backend's name; `m3hal backends` lists the installed ones.")
+    case = select(operators=operators)[0]
+    _runner(backend, device or detect()[0].device, 0).plan(case.operator, case.site, case.layout)
 
 
 def ask(backend: str, question: Question, *, device: str = "", seed: int = 0) -> None:

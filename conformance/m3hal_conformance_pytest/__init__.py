@@ -30,3 +30,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     option = metafunc.config.getoption
     asked = cases(operators=option("m3hal_op"), quick=option("m3hal_quick")) if option("m3hal_backend") else []
     metafunc.parametrize("m3hal_question", asked, ids=str)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One sentence instead of a failure per case when the options mean nothing, or the backend can't be asked here."""
+    if not any("m3hal_question" in getattr(item, "fixturenames", ()) for item in items):
+        return
+    import pytest
+
+    option = config.getoption
+    if not option("m3hal_backend"):
+        raise pytest.UsageError("these tests ask a backend, and need its name: --m3hal-backend=NAME.")
+    from m3hal.dispatch.errors import M3halError
+    from m3hal_conformance.vendor import check_asked
+
+    try:
+        check_asked(option("m3hal_backend"), option("m3hal_device"), option("m3hal_op"))
+    except M3halError as error:
+        raise pytest.UsageError(str(error)) from None
