@@ -41,8 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     option = config.getoption
     if not option("m3hal_backend"):
         raise pytest.UsageError("these tests ask a backend, and need its name: --m3hal-backend=NAME.")
-    from m3hal.dispatch.errors import M3halError
     from m3hal_conformance.vendor import check_asked
+
+    from m3hal.dispatch.errors import M3halError
 
     try:
         check_asked(option("m3hal_backend"), option("m3hal_device"), option("m3hal_op"))

@@ -30,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", help="its name; M3HAL_BACKEND when left out")
     parser.add_argument("--device", help="as `m3hal devices` lists it; this machine's first when left out")
     parser.add_argument("--op", action="append", default=[], metavar="OPERATOR", help="only its cases; may be repeated")
-    parser.add_argument("--case", action="append", default=[], metavar="ID", help="a case, or the beginning of its id")
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a case, or the first whole parts of its id, such as sparse_attention/needle; may be repeated",
+    )
     parser.add_argument(
         "--quick",
         action="store_true",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import keyword
 import re
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"{name!r} can't be a backend's name; use lower-case letters, digits and '_', e.g. 'acme'."
         )
+    if keyword.iskeyword(name):
+        raise ConfigurationError(f"{name!r} is a word of Python's own; choose another, e.g. {name + '_kernels'!r}.")
     root = Path(arguments.into) / f"m3hal-{name}"
     if root.exists():
         raise ConfigurationError(f"{root} is there already; remove it, or choose another name or --into.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from m3hal_conformance.results import read_waivers
 
 from m3hal.cli import main
 
@@ -42,7 +43,8 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert project["project"]["entry-points"]["m3hal.backends"] == {"acme": "m3hal_acme:MANIFEST"}
     assert len((root / "tests/test_conformance.py").read_text().splitlines()) <= 20
     files = [path for path in root.rglob("*") if path.suffix in (".py", ".toml", ".md", ".yml")]
-    assert len(files) == 7
+    assert len(files) == 8
+    assert read_waivers(root / "waivers.toml", ()) == ()  # what the CI job names is there, and can be read
     assert not [path for path in files if "NAME" in path.read_text()]
     assert "m3hal conform --backend acme" in capsys.readouterr().out
 
@@ -64,10 +66,21 @@ def test_manifest_imports_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "m3hal-acme", check=True)
 
 
+def test_ci_job_works_on_day_one(tmp_path: Path) -> None:
+    """Files that its commands read are written, no command asks the cases twice, and none needs a claim."""
+    assert main(["new-backend", "acme", "--into", str(tmp_path)]) == 0
+    root = tmp_path / "m3hal-acme"
+    job = (root / ".github/workflows/conformance.yml").read_text()
+    assert all((root / name).is_file() for name in re.findall(r"--waivers (\S+)", job))
+    assert job.count("m3hal conform ") == 1
+    assert "run: pytest" not in job
+    assert "claim verify" not in job
+
+
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that is there, and a name that can't be one, are refused with exit code 2."""
     assert main(["new-backend", "acme", "--into", str(tmp_path)]) == 0
     assert main(["new-backend", "acme", "--into", str(tmp_path)]) == 2
     assert "is there already" in capsys.readouterr().err
-    for name in ("Acme", "auto", "reference", "a-b", "../x"):
+    for name in ("Acme", "auto", "reference", "a-b", "../x", "class"):
         assert main(["new-backend", name, "--into", str(tmp_path)]) == 2
