@@ -80,11 +80,14 @@ def times(ratio: float) -> str:
 
 @dataclass
 class Ledger:
-    """The comparisons of one process."""
+    """The comparisons of one process. calls: all of watched operators; skipped: chosen, and could not be compared."""
 
     folder: Path
     started: float = field(default_factory=time.time)
+    rate: float = 1.0
+    calls: int = 0
     compared: int = 0
+    skipped: int = 0
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
     _written: float = 0.0
 
@@ -112,17 +115,21 @@ class Ledger:
         return {
             "version": 1,
             "pid": os.getpid(),
+            "sample_rate": self.rate,
+            "calls": self.calls,
             "compared": self.compared,
+            "skipped": self.skipped,
             "first": None if first is None else {"layer": first.layer, "operator": first.operator},
             "rows": [row.to_json() for row in self.rows.values()],
         }
 
     def write(self) -> None:
-        """Writes the report; a folder that can't be written is a warning."""
+        """Writes the report, for its owner's eyes; a folder that can't be written is a warning."""
         self._written = time.monotonic()
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            with open(os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+                file.write(json.dumps(self.to_json(), indent=1) + "\n")
         except OSError as error:
             logger.warning("m3hal's report of shadowed calls can't be written: %s", error)
 
@@ -131,14 +138,21 @@ class Ledger:
             self.write()
 
     def close(self) -> None:
-        """The last report, and the summary in the log."""
+        """The last report, and the summary in the log, also of nothing."""
         if self.compared:
             self.write()
-            logger.warning("%s", self.summary())
+        logger.warning("%s", self.summary())
 
     def summary(self) -> str:
         """A few lines: how much was compared, and what left its bound."""
-        head = f"m3hal compared {self.compared} calls with their definitions; "
+        head = (
+            f"m3hal compared {self.compared} of {self.calls} calls at sample_rate {self.rate:g} with their definitions"
+        )
+        if self.skipped:
+            head += f", and could not compare {self.skipped}"
+        if not self.compared:
+            return f"{head}: nothing is known."
+        head += "; "
         if not self.failed:
             worst = max(self.rows.values(), key=lambda row: row.worst)
             return (
@@ -183,11 +197,14 @@ def compare_call(
     return max(failed, key=lambda score: score.ratio)
 
 
-def report(ledger: Ledger, row: Row, score: Score, watch: Watch) -> None:
-    """Logs and writes a mismatch. Raises Mismatch when the policy wants that."""
+def report(ledger: Ledger, row: Row, score: Score, watch: Watch, capture: str = "") -> None:
+    """Logs and writes a mismatch. capture: the file of this very call, if it was kept.
+
+    Raises Mismatch when the policy wants that.
+    """
     ledger.write()
-    sentence = f"{row.place} left its bound, {times(score.ratio)}: {score}"
-    kept = f" The call is kept as {row.capture}." if row.capture else ""
+    sentence = f"{row.place} left its bound, {times(score.ratio)}: {str(score).rstrip('.')}."
+    kept = f" The call is kept as {capture}." if capture else ""
     if watch.on_mismatch == "raise":
         raise Mismatch(f"{sentence}{kept} Override operators.{row.operator}, or set on_mismatch to 'warn'.")
     if row.failed <= TOLD:

@@ -39,6 +39,8 @@ def watched(bound: Bound, watch: Watch, layer: str = "") -> Bound:
     if bound.prepare_weights and not bound.unpack:
         _unwatchable(bound.operator, bound.backend)
         return bound
+    if watch.mode == "shadow":
+        ledger(watch.capture_dir).rate = watch.rate
     run = _Watcher(bound, watch, layer)
     planner = bound.plan_batch and _remembering(bound.plan_batch)
     return replace(bound, run=run, plan_batch=planner, traceable=False, unwatched=bound.unwatched or bound.run)
@@ -123,9 +125,12 @@ class _Watcher:
         self._step = _step(self.watch)
         self._calls = zlib.crc32(f"{self.bound.operator} {self.layer}".encode()) % self._step
         self._operator = ops.load(self.bound.operator)
+        self._book = ledger(self.watch.capture_dir) if self.watch.mode == "shadow" else None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         self._calls += 1
+        if self._book:
+            self._book.calls += 1
         if self._calls % self._step or _is_capturing():
             return self.bound.run(*inputs, **options)
         taken = self._safely(self._take, inputs)
@@ -155,9 +160,9 @@ class _Watcher:
         live = dict(zip(self._operator.inputs, inputs, strict=True))
         score = compare_call(book, row, self.bound, taken, live, returned)
         if score is not None:
-            if not row.capture:
-                row.capture = self._keep(taken)
-            report(book, row, score, self.watch)
+            kept = "" if row.capture else self._keep(taken)
+            row.capture = row.capture or kept
+            report(book, row, score, self.watch, kept)
 
     def _keep(self, taken: Taken) -> str:
         """Writes a capture unless the folder would grow beyond its cap; the path, or nothing."""
@@ -177,6 +182,8 @@ class _Watcher:
             raise
         except Exception as error:
             self._once(f"a call can't be watched: {type(error).__name__}: {error}")
+            if self._book:
+                self._book.skipped += 1
             return None
 
     def _once(self, sentence: str) -> None:

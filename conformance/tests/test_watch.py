@@ -194,7 +194,36 @@ def test_shadow_of_the_reference_finds_nothing(folder):
         bound_of(case, "shadow", folder, sample_rate=1).run(*case.inputs().values())
     book = watch.ledger(str(folder))
     assert (book.compared, book.failed) == (3, [])
+    assert "compared 3 of 3 calls at sample_rate 1 with" in book.summary()
     assert "none left its bound" in book.summary()
+    book.write()
+    assert book.path.stat().st_mode & 0o077 == 0
+
+
+def test_shadow_tells_of_nothing_that_nothing_is_known(folder, caplog, monkeypatch):
+    """The last line is there when no call was compared, and counts those that could not be."""
+    case = case_named("rms_norm/tokens_7")
+    bound = bound_of(case, "shadow", folder, sample_rate=1e-6)
+    for _ in range(10):
+        bound.run(*case.inputs().values())
+    watch.ledger(str(folder)).close()
+    assert "compared 0 of 10 calls at sample_rate 1e-06 with their definitions: nothing is known." in caplog.text
+    watch.ledger.cache_clear()
+    monkeypatch.setattr(watch, "compare_call", lambda *_: 1 / 0)
+    bound_of(case, "shadow", folder, sample_rate=1).run(*case.inputs().values())
+    assert "could not compare 1: nothing is known." in watch.ledger(str(folder)).summary()
+
+
+def test_only_the_call_that_is_kept_is_said_to_be(folder, caplog):
+    """Of two mismatches the first is a file; the sentences before it end."""
+    name, backend = MUTANTS_SHADOWED[0]
+    case = case_named(name)
+    with installed(mutant_named(backend)):
+        bound = bound_of(case, "shadow", folder, backend=backend, sample_rate=1, capture_bytes="1 GiB")
+        for _ in range(2):
+            bound.run(*case.inputs().values())
+    assert caplog.text.count("left its bound") == 2
+    assert caplog.text.count(". The call is kept as ") == 1
 
 
 def test_parts_of_a_composition_are_watched(folder):
