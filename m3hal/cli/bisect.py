@@ -27,6 +27,7 @@ from m3hal._published import as_published
 from m3hal.cli.conform import suite
 from m3hal.cli.output import emit
 from m3hal.dispatch import VLLM_HOLDS, Plan, Policy, UnsupportedError, devices, plan
+from m3hal.dispatch.discovery import REFERENCE
 from m3hal.dispatch.errors import ConfigurationError
 from m3hal.shape import ModelShape
 
@@ -73,7 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
         if is_ours and not any(folder.rglob("*.log")):
             shutil.rmtree(folder)
         raise
-    emit(arguments, _data(found), _text(found, policy.backend))
+    if not found.run.rows:
+        raise UnsupportedError(f"no call was compared, so nothing is known; the engine's log is in {folder}.")
+    data = {
+        **_data(found),
+        "asked": policy.backend,
+        "served": _served(found),
+        "never_called": _never_called(found, made),
+    }
+    emit(arguments, data, "\n".join([*_who(found, made), _text(found, policy.backend)]))
     if is_ours and not found.culprit:
         shutil.rmtree(folder)
     return 1 if found.culprit else 0
@@ -177,6 +186,33 @@ def _data(found: Finding) -> dict[str, Any]:
         "tokens": list(found.run.tokens),
         "tokens_after": list(found.after.tokens) if found.after else None,
     }
+
+
+def _served(found: Finding) -> dict[str, list[str]]:
+    """Backend -> the operators of which it ran calls."""
+    served: dict[str, list[str]] = {}
+    for row in found.run.rows:
+        mine = served.setdefault(row["backend"], [])
+        if row["operator"] not in mine:
+            mine.append(row["operator"])
+    return served
+
+
+def _never_called(found: Finding, made: Plan) -> dict[str, list[str]]:
+    """Backend -> what it declares and was not called for. Of the reference that is no news: it declares everything."""
+    served = _served(found)
+    asked = {name.name for name in made.policy.named()} | {c.chosen.backend for c in made.choices if c.chosen}
+    manifests = [b.manifest for b in made.backends if b.manifest and b.is_usable and b.name in asked - {REFERENCE}]
+    idle = {m.name: [name for name in m.operators if name not in served.get(m.name, ())] for m in manifests}
+    return {name: operators for name, operators in idle.items() if operators}
+
+
+def _who(found: Finding, made: Plan) -> list[str]:
+    """Lines: who served what, and what nobody was asked."""
+    served = "; ".join(f"{backend}: {', '.join(mine)}" for backend, mine in _served(found).items())
+    asked = "backend 'auto' chose" if made.policy.backend == "auto" else "served"
+    lines = [f"{asked}: {served or 'nothing, as no call was compared'}"]
+    return lines + [f"never called of {name}: {', '.join(rest)}" for name, rest in _never_called(found, made).items()]
 
 
 def _text(found: Finding, backend: str) -> str:

@@ -13,6 +13,7 @@ from m3hal_conformance import bisect as bisecting
 
 from m3hal.checkpoint import tiny
 from m3hal.cli import main
+from m3hal.dispatch import Impl, Manifest, register, unregister
 
 ROW = {"operator": "rms_norm", "layer": "model.layers.1.input_layernorm", "backend": "acme", "impl_id": "0" * 16}
 
@@ -130,6 +131,32 @@ def test_a_finding(model: Path, tmp_path: Path, found: Any, capsys: Any) -> None
     assert main([*arguments, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert (data["operator"], data["confirmed"], data["first"]["layer"]) == ("rms_norm", True, ROW["layer"])
+
+
+def test_who_served_and_who_was_never_called(model: Path, tmp_path: Path, found: Any, capsys: Any) -> None:
+    """A line for what ran, with whom auto chose, and one for what a backend declares and nobody called."""
+    rows = [
+        {**ROW, "operator": name, "compared": 9, "failed": 0, "worst": 0.2} for name in ("rms_norm", "rope_partial")
+    ]
+    found(bisecting.Finding(run_of(*rows)))
+    impls = {name: (Impl(f"m3hal.reference:{name}"),) for name in ("rms_norm", "rope_partial", "swiglu_oai")}
+    register(Manifest("acme", "toy", ">=1,<2", ("cpu",), impls, priority=10**6))
+    try:
+        for options, asked in ((["--backend", "acme,reference"], "served"), ([], "backend 'auto' chose")):
+            folder = str(tmp_path / asked)
+            assert main(["bisect", str(model), "x", *options, "--into", folder]) == 0
+            out = capsys.readouterr().out
+            assert f"{asked}: acme: rms_norm, rope_partial\n" in out
+            assert "never called of acme: swiglu_oai\n" in out
+    finally:
+        unregister("acme")
+
+
+def test_no_call_compared_is_no_pass(model: Path, tmp_path: Path, found: Any, capsys: Any) -> None:
+    """Nothing is known then, and the exit code is 3."""
+    found(bisecting.Finding(run_of()))
+    assert main(["bisect", str(model), "x", "--backend", "reference", "--into", str(tmp_path / "into")]) == 3
+    assert "no call was compared" in capsys.readouterr().err
 
 
 def test_a_fault_that_only_swapping_shows(model: Path, tmp_path: Path, found: Any, capsys: Any) -> None:
