@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from m3hal_conformance.bugs import BUGS
 from m3hal_conformance.reports import facts, matrix, rerun
 from m3hal_conformance.results import STATUSES, Result, counts
 
@@ -80,14 +81,21 @@ def _failures(claim: Mapping[str, Any], failed: Sequence[Result]) -> str:
 
 def _failure(claim: Mapping[str, Any], result: Result) -> str:
     by = "" if result.worst is None else f", {result.worst:.3g} times its bound"
-    bugs = f", reproduces {', '.join(result.bugs)}" if result.bugs else ""
-    checks = [f"<li><b>{_e(c.name)}</b>: {_e(c.sentence[:SENTENCE])}</li>" for c in result.failed[:CHECKS]]
-    if len(result.failed) > CHECKS:
-        checks.append(f"<li>and {', '.join(_e(c.name) for c in result.failed[CHECKS:])}</li>")
+    bugs = f", reproduces {', '.join(map(_bug, result.bugs))}" if result.bugs else ""
+    faults = [(", ".join(names), sentence) for names, sentence in result.faults]
+    checks = [f"<li><b>{_e(names)}</b>: {_e(sentence[:SENTENCE])}</li>" for names, sentence in faults[:CHECKS]]
+    if len(faults) > CHECKS:
+        checks.append(f"<li>and {', '.join(_e(names) for names, _ in faults[CHECKS:])}</li>")
     return (
-        f"<div class='fail'><b>{_e(result.case)}</b>{_e(by)}{_e(bugs)}<ul>{''.join(checks)}</ul>"
+        f"<div class='fail'><b>{_e(result.case)}</b>{_e(by)}{bugs}<ul>{''.join(checks)}</ul>"
         f"<code>{_e(rerun(claim, result.case))}</code></div>"
     )
+
+
+def _bug(name: str) -> str:
+    """The number of a public bug, as a link to its report."""
+    bug = BUGS.get(name)
+    return f"<a href='{_e(bug.link)}' title='{_e(bug.what)}'>{_e(name)}</a>" if bug else _e(name)
 
 
 def _implementations(claim: Mapping[str, Any]) -> str:

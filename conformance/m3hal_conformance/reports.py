@@ -102,7 +102,7 @@ def terminal(claim: Mapping[str, Any], results: Sequence[Result], *, selected: b
     failed = [r for r in results if r.status == "fail"]
     for result in failed[:20]:
         lines += ["", f"FAIL {result.case}"]
-        lines += [f"  {check.name}: {check.sentence}" for check in result.failed]
+        lines += [f"  {', '.join(names)}: {sentence}" for names, sentence in result.faults]
         lines.append(f"  again: {rerun(claim, result.case)}")
     if len(failed) > 20:
         lines += ["", f"and {len(failed) - 20} more failed; --html FILE shows all."]

@@ -61,10 +61,18 @@ class Result:
         return max(ratios) if ratios else None
 
     @property
+    def faults(self) -> list[tuple[list[str], str]]:
+        """What failed: the names of checks, and the sentence that they share."""
+        found: dict[str, list[str]] = {}
+        for check in self.failed:
+            found.setdefault(check.sentence, []).append(check.name)
+        return [(names, sentence) for sentence, names in found.items()]
+
+    @property
     def sentence(self) -> str:
         """What there is to say about it, in one line."""
         if self.failed:
-            return "; ".join(f"{check.name}: {check.sentence}" for check in self.failed)
+            return "; ".join(f"{', '.join(names)}: {sentence}" for names, sentence in self.faults)
         return self.reason
 
 

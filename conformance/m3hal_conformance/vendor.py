@@ -57,7 +57,10 @@ def ask(backend: str, question: Question, *, device: str = "", seed: int = 0) ->
         pytest.skip(f"unsupported: {result.reason}")
     if result.status == "fail":
         again = f"m3hal conform --backend {backend} --case {result.case}"
-        pytest.fail("\n".join([*(f"{c.name}: {c.sentence}" for c in result.failed), f"again: {again}"]), pytrace=False)
+        pytest.fail(
+            "\n".join([*(f"{', '.join(names)}: {sentence}" for names, sentence in result.faults), f"again: {again}"]),
+            pytrace=False,
+        )
 
 
 @cache

@@ -24,6 +24,8 @@ _PARTS: Mapping[str, type] = {
     "backend": str, "device": str, "environment": dict, "suite": dict, "seed": int, "executor": str,
     "implementations": dict, "counts": dict, "tiers": dict, "results": list, "digest": str,
 }  # fmt: skip
+#: cases of one line that are named
+_SHOWN = 3
 _ROW: Mapping[str, type] = {"case": str, "status": str, "failed": dict, "impl_id": str}
 
 
@@ -157,7 +159,16 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"{row['case']}: its error over its bound grew from {old['ratio'] or 0:.3f} to {row['ratio']:.3f}"
             )
-    return [*lines, *(f"{case}: no longer run" for case in rows)]
+    return [*lines, *_gone(list(rows))]
+
+
+def _gone(cases: list[str]) -> list[str]:
+    """One line for cases that only the first claim has."""
+    if not cases:
+        return []
+    rest = f" and {len(cases) - _SHOWN} more" if len(cases) > _SHOWN else ""
+    count = f"{len(cases)} case{'s' * (len(cases) > 1)}"
+    return [f"{count} no longer run: {', '.join(cases[:_SHOWN])}{rest}"]
 
 
 def _facts(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

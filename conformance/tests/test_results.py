@@ -3,9 +3,11 @@
 import datetime
 import json
 import xml.etree.ElementTree as xml
+from dataclasses import replace
 
 import pytest
 from m3hal_conformance import reports
+from m3hal_conformance.bugs import BUGS
 from m3hal_conformance.claim import digest, largest, make_claim, tiers
 from m3hal_conformance.page import LIMIT, page
 from m3hal_conformance.results import (
@@ -246,7 +248,10 @@ def test_claims_compare(claim):
     made["results"].pop()
     lines = compare(claim[0], made)
     assert any("pass -> fail" in line for line in lines)
-    assert any("no longer run" in line for line in lines)
+    assert f"1 case no longer run: {claim[0]['results'][-1]['case']}" in lines
+    made["results"] = []
+    ids = [row["case"] for row in claim[0]["results"]]
+    assert f"4 cases no longer run: {', '.join(ids[:3])} and 1 more" in compare(claim[0], made)
     assert "seed: 0 -> 5" in lines
     assert any(line.startswith("environment torch: ") for line in lines)
 
@@ -267,6 +272,23 @@ def test_html_page_answers(claim):
     assert "far &lt;b&gt;" in head
     assert "http" not in text.replace("https://example.org", "")
     assert len(text.encode()) < LIMIT
+
+
+def test_call_that_raises_is_told_once(claim):
+    """Checks that share a sentence share a line, on the terminal and on the page."""
+    raised = "the call raised ValueError: no"
+    checks = (*(CheckResult(name, False, None, raised) for name in ("oracle", "guards")), *BAD)
+    found = result("rms_norm/x/float32", "fail", checks)
+    assert found.faults == [(["oracle", "guards"], raised), (["rerun"], "noise")]
+    told = reports.terminal(claim[0], [found])
+    assert f"  oracle, guards: {raised}\n  rerun: noise\n" in told
+    assert page(claim[0], [found]).count(f"</b>: {raised}") == 1
+
+
+def test_page_links_the_bug_that_a_case_reproduces(claim):
+    """F73 leads to its public report."""
+    found = replace(result("rms_norm/x/float32", "fail", BAD), bugs=("F73",))
+    assert f"reproduces <a href='{BUGS['F73'].link}'" in page(claim[0], [found])
 
 
 def test_html_page_of_the_worst_run_is_small(claim):

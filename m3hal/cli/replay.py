@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     outcome = {"status": result.status, "ratio": result.worst, "failed": failed, "reason": result.reason}
     by = "" if result.worst is None else f", worst error / bound {result.worst:.3g}"
     lines = [f"{result.status}  {result.case}  {backend} on {device}{by}"]
-    lines += [f"  {name}: {sentence}" for name, sentence in failed.items()]
+    lines += [f"  {', '.join(names)}: {sentence}" for names, sentence in result.faults]
     lines += [f"  {result.reason}"] if result.reason else []
     emit(arguments, {**asked_of, **outcome, "again": again}, "\n".join([*lines, f"  again: {again}"]))
     return {"pass": 0, "fail": 1}.get(result.status, 3)
