@@ -30,6 +30,7 @@ from m3hal.cli import (
     replay,
     validate,
 )
+from m3hal.cli._parser import Parser
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError
 
 PASS, FAIL, USAGE, UNSUPPORTED = 0, 1, 2, 3
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(prog="m3hal", description="Which kernel runs each MiniMax-M3 operator, and why.")
+    top = Parser(prog="m3hal", description="Which kernel runs each MiniMax-M3 operator, and why.")
     top.add_argument("--version", action="version", version=f"m3hal {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():

@@ -43,6 +43,26 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
     return run
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("confrom",), "invalid choice: 'confrom'. Did you mean 'conform'?"),
+        (("claim", "verfy", "x.json"), "invalid choice: 'verfy'. Did you mean 'verify'?"),
+        (("conform", "--qiuck"), "unrecognized arguments: --qiuck. Did you mean '--quick'?"),
+        (("conform", "--bakend=acme"), "--bakend=acme. Did you mean '--backend'?"),
+        (("conform", "--quic"), "Did you mean '--quick'?"),
+        (("ops", "rms_norm", "linear"), "unrecognized arguments: linear\n"),
+        (("xyz",), "choose from"),
+    ],
+)
+def test_slips_on_the_command_line(capsys: Any, arguments: tuple[str, ...], sentence: str) -> None:
+    """A mistyped command, action or option is told with the nearest one, and exits with 2; nothing is abbreviated."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_devices(run: Any) -> None:
     """Names that plans use, and the same as JSON."""
     code, out, _ = run("devices")
