@@ -36,6 +36,27 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "paged_attention uses_up_its_plan",
         "route_topk counter_overflows",
     ),
+    "torch's global state changed": (
+        "swiglu_oai seeds",
+        "add_rms_norm draws",
+        "quantize one_thread",
+        "linear turns_gradients_off",
+    ),
+    "a place of the call that matters": (
+        "paged_attention inference_mode",
+        "linear reads_versions",
+        "merge_topk one_thread",
+        "rope_partial needs_float32",
+        "swiglu_oai default_dtype",
+    ),
+    "memory of others rewritten": (
+        "route_topk ring_of_8",
+        "moe_experts borrows_its_input",
+        "kv_write writes_all_back",
+        "kv_copy_blocks writes_all_back",
+    ),
+    "many calls": ("topk_blocks wears_out", "swiglu_oai counts_to_4096"),
+    "weights cached by version": ("rms_norm trusts_versions", "linear trusts_versions"),
     "one NaN row spreading": ("rms_norm nan_spreads", "linear nan_spreads", "moe_experts nan_spreads"),
     "paired write and read errors": (
         "kv_write linear_value_scales",
