@@ -85,6 +85,8 @@ def test_replay_says_whom_it_asked_and_how_to_ask_again(tmp_path, capsys, monkey
     out = capsys.readouterr().out
     assert "reference on cpu, worst error / bound 0" in out
     assert f"again: m3hal replay {file} --backend reference --device cpu" in out
+    assert main(["replay", file, "--backend", "auto"]) == 2
+    assert "'auto' names none" in capsys.readouterr().err
     monkeypatch.setenv("M3HAL_BACKEND", "refrence")
     assert main(["replay", file]) == 2
     assert "Did you mean 'reference'" in capsys.readouterr().err

@@ -14,6 +14,8 @@ import shlex
 from m3hal.cli.conform import suite
 from m3hal.cli.output import emit
 from m3hal.dispatch import Policy
+from m3hal.dispatch.discovery import REFERENCE
+from m3hal.dispatch.errors import ConfigurationError
 
 HELP = "ask a backend a recorded call"
 
@@ -28,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Replays one file."""
     capture = suite("m3hal_conformance.capture")
-    asked = arguments.backend or Policy.resolve().backend
-    backend = "reference" if asked in ("auto", "vllm") else asked
+    backend = _backend(arguments.backend)
     device = suite("m3hal_conformance.command").device_of(arguments.device)
     result = capture.replay(arguments.file, backend, device)
     again = f"m3hal replay {shlex.quote(arguments.file)} --backend {backend} --device {device}"
@@ -42,3 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     lines += [f"  {result.reason}"] if result.reason else []
     emit(arguments, {**asked_of, **outcome, "again": again}, "\n".join([*lines, f"  again: {again}"]))
     return {"pass": 0, "fail": 1}.get(result.status, 3)
+
+
+def _backend(named: str | None) -> str:
+    """Whom to ask: the option's, the policy's, or the reference where neither names one."""
+    asked = named or Policy.resolve().backend
+    if asked == "vllm" or named == "auto":
+        raise ConfigurationError(f"replay asks one backend, and {asked!r} names none; `m3hal backends` lists them.")
+    return REFERENCE if asked == "auto" else asked
