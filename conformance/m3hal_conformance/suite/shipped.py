@@ -85,7 +85,8 @@ def _counts() -> list[Case]:
     moe = {**sparse, "kind": "moe"}
     small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 8}
     ranked: dict[str, Any] = {"dtypes": ONE, "max_context": 1 << 20}
-    cases: list[Case] = []
+    insert_12 = {**sparse, "tensor_parallel": 8, "checks": LIGHT, "quick": True}
+    cases = ask("qk_norm_rope_insert", "tokens_12", _inserted(12), **insert_12)
     for tokens in BETWEEN:
         name, visible = f"tokens_{tokens}", [n % 41 for n in range(tokens)]
         asked: list[tuple[str, Make, dict[str, Any]]] = [
@@ -241,7 +242,7 @@ def _choices() -> list[Case]:
     for ranks in (3, 5, 7):
         make = _sharded(ranks, _normal, [*VISIBLE, 3, 4, 5, 200])
         cases += ask("merge_topk", f"ranks_{ranks}", make, also=("permuted_rows",), quick=ranks == 3, **ranked)
-    for experts in (16, 64, 256):
+    for experts in (16, 32, 64, 256):
         cases += ask("route_topk", f"experts_{experts}", _logits(5, experts=experts), num_experts=experts, **routed)
     return [
         *cases,
