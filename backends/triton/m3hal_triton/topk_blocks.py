@@ -55,6 +55,7 @@ def launch_topk(
     _choose_row[(heads, tokens)](
         scores,
         visible,
+        visible.stride(0),
         out,
         scores.shape[-1],
         strides,
@@ -75,6 +76,7 @@ def launch_topk(
 def _choose_row(
     scores,
     visible_of,
+    visible_stride,
     out,
     blocks,
     score_strides,
@@ -89,7 +91,7 @@ def _choose_row(
 ):
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
-    visible = tl.load(visible_of + token)
+    visible = tl.load(visible_of + token * visible_stride)
     if DIVISOR > 1:
         visible = tl.where(visible < 0, 0, visible // DIVISOR + 1)
     visible = tl.minimum(visible, blocks)
@@ -124,6 +126,7 @@ def _merge(
             scores,
             ids,
             visible_blocks,
+            visible_blocks.stride(0),
             out,
             scores.stride(),
             ids.stride(),
@@ -145,6 +148,7 @@ def _merge_rows(
     scores,
     ids,
     visible_of,
+    visible_stride,
     out,
     score_strides,
     id_strides,
@@ -160,7 +164,7 @@ def _merge_rows(
     """One row: the shards' offers and the forced blocks, brought into the order of their ids, then chosen."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    visible = tl.load(visible_of + token)
+    visible = tl.load(visible_of + token * visible_stride)
     c = tl.arange(0, CANDIDATES)
     offered = c < OFFERS
     at = (c // K).to(tl.int64)
