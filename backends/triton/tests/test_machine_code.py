@@ -27,8 +27,6 @@ MULTIPLY = {"attend", "attend_block", "attend_dense", "score_few", "score_few_by
 WIDE = {"attend_block", "score_many"}
 #: what treats heads row by row: caches written, read and copied, norms and rotations
 ROWS = {"_heads", "_vectors", "_pages", "_rows"}
-#: kernels whose tile fills the newer unit
-WIDE = {"attend_block", "score_many"}
 #: what triton 3.9 spills on NVIDIA's targets, up to 400 bytes: launches tuned on an H200, for which 3.6 spills nothing
 SPILLS = {
     ("attend", "sparse verify fp8"),
