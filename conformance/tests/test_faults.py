@@ -1,6 +1,7 @@
 """What a vendor got wrong before a kernel runs is a failure with its sentence, neither unsupported nor a crash."""
 
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -163,7 +164,7 @@ def test_an_exception_of_a_kernel_fails_its_case(faulty, capsys, monkeypatch, ke
 def package(tmp_path, monkeypatch):
     """Writes a distribution ``m3hal-made`` whose kernel lies in a module that its manifest may list."""
 
-    def made(kernel, files=()):
+    def made(kernel, files=(), more=()):
         folder = tmp_path / "m3hal_made"
         (folder / "inner").mkdir(parents=True)
         (folder / "__init__.py").write_text("")
@@ -182,7 +183,19 @@ def package(tmp_path, monkeypatch):
         (told / "METADATA").write_text("Metadata-Version: 2.1\nName: m3hal-made\nVersion: 1\n")
         (told / "entry_points.txt").write_text("[m3hal.backends]\nmade = m3hal_made.manifest:MANIFEST\n")
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
-        command = [sys.executable, "-m", "m3hal", "conform", "--backend", "made", "--device", "cpu", "--case", CASE]
+        command = [
+            sys.executable,
+            "-m",
+            "m3hal",
+            "conform",
+            "--backend",
+            "made",
+            "--device",
+            "cpu",
+            "--case",
+            CASE,
+            *more,
+        ]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     return made
@@ -218,6 +231,37 @@ def test_a_kernel_that_ends_the_process_fails_the_run(package, leave, how):
     )
     assert ended.returncode == 1
     assert f"the suite's process ended while it asked {CASE}/float32: {how}" in ended.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopping_the_command_stops_the_suite(number, code):
+    """No suite outlives its command, as one would that a CI job's time limit kills; no backend is blamed."""
+    command = [sys.executable, "-m", "m3hal", "conform", "--backend", "reference", "--device", "cpu", "--quick"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+        assert "failed" in running.stderr.readline()  # a tenth of the cases: the suite is running
+        if number == signal.SIGINT:
+            os.killpg(running.pid, number)  # as a terminal does
+        else:
+            running.send_signal(number)
+        told = running.stderr.read()  # ends when the child, too, has closed it
+        assert running.wait(30) == code
+    assert "A backend may have ended it" not in told
+
+
+def test_a_sentence_at_the_end_is_no_fault_of_a_backend(package, tmp_path, monkeypatch):
+    """A refusal after the cases ran keeps its exit code, and nothing is added to it."""
+    monkeypatch.setenv("M3HAL_TEST_FULL", str(tmp_path / "full.json"))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib\nwrite = pathlib.Path.write_text\n"
+        "def refuse(self, *a, **k):\n"
+        "    if str(self) == os.environ['M3HAL_TEST_FULL']: raise OSError('no space')\n"
+        "    return write(self, *a, **k)\n"
+        "pathlib.Path.write_text = refuse\n"
+    )
+    ended = package(RIGHT, ["inner/*.py"], ["--json", str(tmp_path / "full.json")])
+    assert ended.returncode == 1
+    assert "no space" in ended.stderr
+    assert "A backend may have ended it" not in ended.stderr
 
 
 def test_an_exit_after_the_run_changes_nothing(package):

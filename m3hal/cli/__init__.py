@@ -31,6 +31,7 @@ from m3hal.cli import (
     validate,
 )
 from m3hal.cli._parser import Parser
+from m3hal.cli._supervised import note_end
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError
 
 PASS, FAIL, USAGE, UNSUPPORTED = 0, 1, 2, 3
@@ -66,14 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
-        return code
     except M3halError as error:
         _report(error, arguments.json is True)  # conform's is a file
-        return _code(error)
+        code = _code(error)
     except BrokenPipeError:
         # The reader left, as `m3hal ops | head` does; Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAIL
+        code = FAIL
+    note_end(code)
+    return code
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,23 +20,27 @@ _END = "end "
 
 
 def supervised(argv: Sequence[str]) -> int:
-    """``m3hal ARGV`` in a child with this process' streams. Its exit code; 1 when it ended without saying so."""
+    """``m3hal ARGV`` in a child with this process' streams. Its exit code; 1 when it ended without noting one."""
     handle, name = tempfile.mkstemp(prefix="m3hal-conform-")
     os.close(handle)
     diary = Path(name)
     child = subprocess.Popen([sys.executable, "-m", "m3hal", *argv], env={**os.environ, DIARY: name})
+    before = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())  # no suite outlives its command
     try:
         status = _wait(child)
         last = diary.read_text(errors="replace").splitlines()
     finally:
+        signal.signal(signal.SIGTERM, before)
         diary.unlink(missing_ok=True)
     if last and last[-1].startswith(_END):
         return int(last[-1].removeprefix(_END))
-    if status not in (0, 1) and not last:
-        return status  # it ended before the suite began: argparse, an interrupt
+    if status in (-signal.SIGINT, -signal.SIGTERM):
+        return 128 - status  # stopped from outside, as a shell tells it
+    if status != 0 and not last:
+        return status  # it ended before the suite began, and said why
     where = f" while it asked {last[-1]}" if last else ""
     print(
-        f"m3hal: the suite's process ended{where}: {_how(status)}. The backend ended it; nothing was written.",
+        f"m3hal: the suite's process ended{where}: {_how(status)}. A backend may have ended it; nothing was written.",
         file=sys.stderr,
     )
     return 1
@@ -55,15 +59,12 @@ def note_end(code: int) -> None:
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """The child's status; an interrupt reaches it by itself, and it tidies up."""
+    """The child's status; an interrupt of the terminal reaches it by itself, and it tidies up."""
     while True:
         try:
             return child.wait()
         except KeyboardInterrupt:
             continue
-        except BaseException:
-            child.terminate()
-            raise
 
 
 def _how(status: int) -> str:

@@ -17,7 +17,7 @@ import os
 import sys
 from types import ModuleType
 
-from m3hal.cli._supervised import DIARY, note_end, supervised
+from m3hal.cli._supervised import DIARY, supervised
 from m3hal.dispatch.errors import UnsupportedError
 
 HELP = "ask a backend every case of the conformance suite"
@@ -64,7 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.is_command_line and not arguments.list and DIARY not in os.environ:
         return supervised(sys.argv[1:])
     code: int = suite("m3hal_conformance.command").conform(arguments)
-    note_end(code)
     return code
 
 
