@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from m3hal_conformance import reports
 from m3hal_conformance.bugs import BUGS
-from m3hal_conformance.claim import digest, largest, make_claim, tiers
+from m3hal_conformance.claim import TIERS, digest, largest, make_claim, tiers
 from m3hal_conformance.page import LIMIT, page
 from m3hal_conformance.results import (
     CheckResult,
@@ -259,6 +259,13 @@ def test_claims_compare(claim):
 def test_tier_needs_every_case(claim):
     """A quick or partial run carries no tier."""
     assert not any(tiers(claim[1], ops.NAMES).values())
+
+
+def test_tier_needs_the_published_sizes():
+    """Every case passed, and yet no tier when one core operator is not served at MiniMax-M3's own sizes."""
+    passed = [Result(case.id, case.operator, case.format, "pass") for case in select(operators=TIERS["experts"])]
+    assert tiers(passed, TIERS["experts"])["experts"]
+    assert not tiers(passed, ("swiglu_oai", "moe_experts"))["experts"]
 
 
 def test_html_page_answers(claim):
