@@ -21,7 +21,10 @@ def outputs_of(operator, site, inputs):
 
 @pytest.mark.parametrize("operator", [*ops.CORE, "qk_norm_rope_insert", "select_blocks"])
 def test_a_compacted_call_is_the_same_call(operator):
-    """Of every small case: the definition gives the same bits, and writes the same bytes into the kept pages."""
+    """Of every small case: the definition gives the same bits, and writes the same bytes into the kept pages.
+
+    linear's sums are a BLAS library's, whose order depends on strides and addresses: the last places may differ.
+    """
     definition = ops.load(operator)
     for case in (case for case in CASES if case.operator == operator):
         live = case.inputs()
@@ -33,6 +36,9 @@ def test_a_compacted_call_is_the_same_call(operator):
         found |= dict(tensors({name: compact[name] for name in caches}))
         assert set(found) == set(wanted), case.id
         for name, tensor in wanted.items():
+            if operator == "linear":
+                torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5, equal_nan=True)
+                continue
             assert torch.equal(bits(found[name]), bits(tensor)), f"{case.id}: {name}"
 
 
