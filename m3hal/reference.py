@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from m3hal import ops
-from m3hal.dispatch.manifest import Impl, Manifest, one_of
+from m3hal.dispatch.manifest import Impl, Limit, Manifest, at_least, one_of
 from m3hal.formats import FORMATS
 from m3hal.layouts import CACHE_FORMATS, PAGE_MAPS
 from m3hal.shape import Site
@@ -66,7 +66,7 @@ def _operators() -> Mapping[str, tuple[Impl, ...]]:
         name: (
             Impl(
                 f"{__name__}:{name}",
-                limits=tuple(one_of(attribute, *formats) for attribute, formats in _FORMATS.get(name, {}).items()),
+                limits=_limits(name),
                 layouts=PAGE_MAPS if ops.load(name).group == "cache" else (),
                 memory="self",
                 files=_FILES,
@@ -74,6 +74,12 @@ def _operators() -> Mapping[str, tuple[Impl, ...]]:
         )
         for name in ops.CORE
     }
+
+
+def _limits(operator: str) -> tuple[Limit, ...]:
+    """The formats it takes; and what engines may ask beyond the usual, all of it."""
+    formats = tuple(one_of(attribute, *known) for attribute, known in _FORMATS.get(operator, {}).items())
+    return (*formats, *(at_least(attribute, 0) for attribute in ops.load(operator).optional))
 
 
 _CACHES = tuple(CACHE_FORMATS)
@@ -85,7 +91,7 @@ _FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "paged_attention": {"kv_format": _CACHES},
     "block_scores": {"index_format": _CACHES},
     "quantize": {"activation_format": tuple(FORMATS)},
-    "moe_experts": {"weight_format": tuple(FORMATS)},
+    "moe_experts": {"weight_format": tuple(FORMATS), "shared_format": ("", *FORMATS)},
 }
 
 MANIFEST = Manifest(

@@ -60,6 +60,11 @@ class Site:
     max_tokens: int
     max_seqs: int
     max_context: int
+    # what only some engines ask for; see Operator.optional
+    shared_intermediate_size: int = 0  # of the expert that every token takes, where moe_experts adds it
+    shared_format: str = ""  # of that expert's weights
+    lora_rank: int = 0  # of the routed experts' adapters
+    forced_routing: bool = False  # whether route_topk may get forced_ids
 
 
 SITE_ATTRIBUTES = tuple(field.name for field in fields(Site))
@@ -106,6 +111,11 @@ class ModelShape:
     max_tokens: int
     max_seqs: int
     max_context: int
+    #: as in :class:`Site`; 0, "" and False unless the engine leaves the shared expert, adapters or replay to m3hal
+    shared_intermediate_size: int = 0
+    shared_format: str = ""
+    lora_rank: int = 0
+    forced_routing: bool = False
     #: the sites themselves, where these numbers do not give them: a drafter's, or a layer's that returns its lse
     given_sites: tuple[Site, ...] = ()
 
@@ -266,7 +276,16 @@ _INDEXER = (
     "local_blocks",
 )
 _MLP = ("alpha", "beta", "limit")
-_EXPERTS = ("num_experts", "num_local_experts", "top_k_experts", "routed_scale")
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "top_k_experts",
+    "routed_scale",
+    "shared_intermediate_size",
+    "shared_format",
+    "lora_rank",
+    "forced_routing",
+)
 _ABSENT: Mapping[str, Any] = {
     field.name: {"str": "", "int": 0, "float": 0.0, "bool": False}.get(str(field.type), "") for field in fields(Site)
 }

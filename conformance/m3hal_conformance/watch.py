@@ -140,7 +140,7 @@ class _Watcher:
         return returned
 
     def _take(self, inputs: tuple[Any, ...]) -> Taken:
-        named = zip(self._operator.inputs, inputs, strict=True)
+        named = zip(self._operator.inputs, inputs, strict=False)
         return take(self.bound.site, {name: self._original(name, value) for name, value in named})
 
     def _original(self, name: str, value: Any) -> Any:
@@ -157,7 +157,7 @@ class _Watcher:
     def _compare(self, taken: Taken, inputs: tuple[Any, ...], returned: Any) -> None:
         book = ledger(self.watch.capture_dir)
         row = book.row(self.bound, self.layer)
-        live = dict(zip(self._operator.inputs, inputs, strict=True))
+        live = dict(zip(self._operator.inputs, inputs, strict=False))
         score = compare_call(book, row, self.bound, taken, live, returned)
         if score is not None:
             kept = "" if row.capture else self._keep(taken)

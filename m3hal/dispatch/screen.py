@@ -172,7 +172,17 @@ def _limits(candidate: Candidate, operator: ops.Operator, site: Site, demands: D
             reason = f"its limit on {limit.attribute} raised {type(error).__name__}: {error}"
         if reason:
             return reason
-    return gap_in_ladder(candidate.impl.rungs, site.max_tokens)
+    return _unmentioned(candidate, operator, site) or gap_in_ladder(candidate.impl.rungs, site.max_tokens)
+
+
+def _unmentioned(candidate: Candidate, operator: ops.Operator, site: Site) -> str | None:
+    """What the site asks beyond the usual, of an implementation that was written without knowing that there is such."""
+    mentioned = {limit.attribute for limit in candidate.impl.limits}
+    for name in operator.optional:
+        value = getattr(site, name)
+        if value and name not in mentioned:
+            return f"{name} is {value!r}; its limits do not mention {name}, so it takes {type(value)()!r} alone"
+    return None
 
 
 def _predicate(candidate: Candidate, operator: ops.Operator, site: Site, demands: Demands) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from m3hal.ops._batch import ExpertWeights, QKNorms, SeqMeta
+from m3hal.ops._batch import ExpertLoRA, ExpertWeights, QKNorms, SeqMeta
 from m3hal.ops._operator import Numeric, Operator, Trait
 
 CORE = (
@@ -27,7 +27,8 @@ CORE = (
     "swiglu_oai",
     "moe_experts",
 )
-FUSED = ("qk_norm_rope_insert", "select_blocks")
+#: in an order in which what one covers comes before it
+FUSED = ("qk_norm_rope_insert", "qkv_norm_rope_insert", "select_blocks")
 NAMES = CORE + FUSED
 
 
@@ -40,4 +41,23 @@ def load(name: str) -> Operator:
     return operator
 
 
-__all__ = ["CORE", "FUSED", "NAMES", "ExpertWeights", "Numeric", "Operator", "QKNorms", "SeqMeta", "Trait", "load"]
+def covered(name: str) -> tuple[str, ...]:
+    """The operators that a fused one covers, directly or through another fused one."""
+    parts = load(name).covers
+    return tuple(dict.fromkeys([*parts, *(deeper for part in parts for deeper in covered(part))]))
+
+
+__all__ = [
+    "CORE",
+    "FUSED",
+    "NAMES",
+    "ExpertLoRA",
+    "ExpertWeights",
+    "Numeric",
+    "Operator",
+    "QKNorms",
+    "SeqMeta",
+    "Trait",
+    "covered",
+    "load",
+]

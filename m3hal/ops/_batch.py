@@ -47,12 +47,33 @@ class ExpertWeights:
         axis is that of the reduction; a global scale is [E, 1, 1], or [E, rows, 1] where gate and up differ.
     x_scale, hidden_scale: fp32 scalars, the global scales with which a checkpoint wants the inputs of w13 and of w2
         quantised (``input_scale``); None: the format's own way. Only where activations are quantised.
+    shared: one more expert, w13 [1, 2*Is, H] and w2 [1, H, Is], in a storage format of its own, that every token takes
+        with weight 1. Of ranks that add up their outputs one holds it, or each holds a slice of its inner dimension.
     """
 
     w13: torch.Tensor | QTensor
     w2: torch.Tensor | QTensor
     x_scale: torch.Tensor | None = None
     hidden_scale: torch.Tensor | None = None
+    shared: ExpertWeights | None = None
+
+
+@dataclass(frozen=True)
+class ExpertLoRA:
+    """Low-rank additions to the routed experts of one layer on this rank, by adapter; they are never packed.
+
+    a13: [L, E, r, H], b13: [L, E, 2*I, r] in ``[gate | up]`` halves. a2: [L, E, r, I], b2: [L, E, H, r]. In x's dtype;
+        adapters of a smaller rank are filled up with zeros.
+    scales: fp32 [L], ``lora_alpha / rank``.
+    adapters: int32 [T], each token's adapter; negative: none, its experts as they are.
+    """
+
+    a13: torch.Tensor
+    b13: torch.Tensor
+    a2: torch.Tensor
+    b2: torch.Tensor
+    scales: torch.Tensor
+    adapters: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ class Operator:
     """A named function with one definition.
 
     reference: the definition, functional except for the arguments named in ``mutates``. Positional parameters arrive
-        per step; keyword-only parameters are static and are attributes of :class:`m3hal.Site` by the same name. It
-        computes in fp32, or in fp64 when its inputs are fp64, and rounds once, to the dtype of its output.
+        per step, those that default to None only where the site says so; keyword-only parameters are static and are
+        attributes of :class:`m3hal.Site` by the same name. It computes in fp32, or in fp64 when its inputs are fp64, and rounds once, to the dtype of its output.
     fake: same parameters, returns empty outputs of the right shape, dtype and strides (``torch.empty``-like); what
         implementations get as ``out`` and what ``torch.compile`` sees.
     compose: for fused operators: takes the callables of the core operators it ``covers``, by name, each bound to its
@@ -52,6 +52,8 @@ class Operator:
         ``reference`` is then ``compose`` over the references.
     composed_traits: what a composition declares beside its parts' traits, because parts round between themselves.
     sites: where in the model it runs. group: operators that share bytes and are chosen together.
+    optional: attributes of Site that say what more than the usual is asked: 0, False or "" where nothing is. An
+        implementation whose limits do not mention one is asked only where nothing is.
     source: where the definition comes from.
     """
 
@@ -66,6 +68,7 @@ class Operator:
     mutates: tuple[str, ...] = ()
     group: Literal["cache", "weight", None] = None
     covers: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     compose: Callable[..., Callable[..., Any]] | None = field(default=None)
     composed_traits: Mapping[str, str] = field(default_factory=dict)
 
@@ -73,6 +76,11 @@ class Operator:
     def inputs(self) -> tuple[str, ...]:
         """Names of the positional parameters, in order."""
         return tuple(p.name for p in self._parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+    @cached_property
+    def required(self) -> tuple[str, ...]:
+        """Names of the positional parameters that every call has, in order; the others may be left out or None."""
+        return tuple(p.name for p in self._parameters if p.name in self.inputs and p.default is p.empty)
 
     @cached_property
     def statics(self) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ def call(bound: Bound, run: Callable[..., Any]) -> Callable[..., Any]:
     operator = ops.load(bound.operator)
     count = str(inspect.signature(operator.fake).return_annotation).count("Tensor")
     returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
-    inputs = ", ".join(f"Tensor {name}" for name in operator.inputs)
+    inputs = ", ".join(f"Tensor {name}" for name in operator.required)
     name = f"{bound.operator}_{next(_CALLS)}"
     define(f"{name}({inputs}) -> {returns}", run, partial(operator.fake, **operator.static_values(bound.site)))
     made: Callable[..., Any] = getattr(torch.ops.m3hal, name)

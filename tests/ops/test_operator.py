@@ -33,6 +33,7 @@ VOCABULARY = {
     "mma_accum",
     "combine_dtype",
     "activation_format",
+    "shared_activation_format",
     "topk_key_bits",
     "mx_scale_rule",
     "nvfp4_quantizer",
@@ -44,6 +45,7 @@ VOCABULARY = {
 #: those that only show in quantised formats; the tests of formats, quantised caches and expert formats show them
 OF_FORMATS = {
     "activation_format",
+    "shared_activation_format",
     "nvfp4_quantizer",
     "kv_scale_used",
     "double_rounding",
@@ -134,14 +136,19 @@ def assert_fake_agrees(name, inputs, statics):
 
 @pytest.mark.parametrize("name", ops.NAMES)
 def test_signature(name):
-    """Statics are attributes of a site without defaults; what is mutated is an input; the page has what it needs."""
+    """Statics are attributes of a site without defaults; only what is optional has one, None; the page is complete."""
     operator = ops.load(name)
     assert operator.name == operator.reference.__name__ == name
     assert operator.kind == ("fused" if name in ops.FUSED else "core")
     assert set(operator.statics) <= {field.name for field in fields(Site)}
     assert set(operator.mutates) <= set(operator.inputs)
-    defaults = {p.name for p in inspect.signature(operator.reference).parameters.values() if p.default is not p.empty}
-    assert defaults <= {"traits"}
+    parameters = inspect.signature(operator.reference).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    extra = set(operator.inputs) - set(operator.required)
+    assert set(defaults) <= {"traits", *extra}
+    assert all(defaults[name] is None for name in extra)
+    assert set(operator.optional) <= {field.name for field in fields(Site)}
+    assert operator.optional or extra <= {"group"}  # what may be left out is asked only of those that say they take it
     assert operator.source
     assert inspect.getdoc(operator.reference)
     assert inspect.getmodule(operator.reference).__doc__.count("\n") >= 2

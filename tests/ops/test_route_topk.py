@@ -124,3 +124,39 @@ def test_a_row_does_not_depend_on_its_batch():
     logits = torch.randn(9, 128, generator=generator("route/rows"))
     for part in (0, 1):
         assert_row_alone(lambda rows, part=part: route_topk(logits[list(rows)], torch.zeros(128), **M3)[part], 9)
+
+
+def test_forced_rows_keep_their_ids_and_their_order(run):
+    """Replay: a row of ids is taken as it is, whatever bias and scores say; its weights come from the sigmoid."""
+    logits, bias = torch.randn(4, 16, generator=generator("route/forced")), 0.5 * torch.arange(16.0)
+    forced = torch.tensor([[-1] * 4, [9, 2, 11, 0], [-1] * 4, [3, 1, 2, 15]], dtype=torch.int32)
+    weights, ids = run("route_topk", logits, bias, forced, **M3)
+    usual_weights, usual = run("route_topk", logits, bias, **M3)
+    assert torch.equal(ids[1::2], forced[1::2])
+    assert torch.equal(ids[::2], usual[::2])
+    assert torch.equal(weights[::2], usual_weights[::2])
+    score = torch.sigmoid(logits.double()).gather(-1, forced.clamp(min=0).long())[1::2]
+    assert_rows(weights[1::2], 2 * score / score.sum(-1, keepdim=True), 1e-6)
+
+
+def test_forced_rows_may_have_holes_and_repeats(run):
+    """-1 among ids stays and weighs nothing; an id that stands twice weighs twice; a NaN logit weighs nothing."""
+    logits = torch.tensor([[0.0, 1.0, math.nan, 2.0]]).repeat(3, 1)
+    forced = torch.tensor([[3, -1, 0, -1], [1, 1, 3, 0], [2, 0, 2, 2]], dtype=torch.int32)
+    weights, ids = run("route_topk", logits, torch.zeros(4), forced, **M3)
+    assert torch.equal(ids, forced)
+    s = torch.sigmoid(torch.tensor([0.0, 1.0, 0.0, 2.0], dtype=torch.float64))
+    wanted = torch.stack(
+        [
+            torch.stack([s[3], s[0] * 0, s[0], s[0] * 0]) / (s[3] + s[0]),
+            torch.stack([s[1], s[1], s[3], s[0]]) / (2 * s[1] + s[3] + s[0]),
+            torch.tensor([0.0, 1, 0, 0], dtype=torch.float64),
+        ]
+    )
+    assert_rows(weights, 2 * wanted, 1e-6)
+
+
+def test_a_forced_id_beyond_the_experts_is_refused():
+    """It is an error, not somebody else's logit."""
+    with pytest.raises(RuntimeError):
+        route_topk(torch.zeros(1, 8), torch.zeros(8), torch.tensor([[0, 1, 2, 8]], dtype=torch.int32), **M3)
