@@ -21,7 +21,7 @@ def operators_named(names: Iterable[str] | None) -> dict[str, ops.Operator]:
     for name in asked:
         if name not in ops.NAMES:
             raise ConfigurationError(f"{name!r} is no operator.{did_you_mean(name, ops.NAMES)}")
-    every = set(asked) | {part for name in asked for part in ops.load(name).covers}
+    every = set(asked) | {part for name in asked for part in ops.covered(name)}
     return {name: ops.load(name) for name in ops.NAMES if name in every}
 
 
