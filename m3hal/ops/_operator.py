@@ -44,7 +44,8 @@ class Operator:
 
     reference: the definition, functional except for the arguments named in ``mutates``. Positional parameters arrive
         per step, those that default to None only where the site says so; keyword-only parameters are static and are
-        attributes of :class:`m3hal.Site` by the same name. It computes in fp32, or in fp64 when its inputs are fp64, and rounds once, to the dtype of its output.
+        attributes of :class:`m3hal.Site` by the same name. It computes in fp32, or in fp64 when its inputs are fp64,
+        and rounds once, to the dtype of its output.
     fake: same parameters, returns empty outputs of the right shape, dtype and strides (``torch.empty``-like); what
         implementations get as ``out`` and what ``torch.compile`` sees.
     compose: for fused operators: takes the callables of the core operators it ``covers``, by name, each bound to its

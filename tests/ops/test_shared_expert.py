@@ -1,4 +1,4 @@
-"""moe_experts with a shared expert: every token takes it once, with weight 1, in its own format, before the rounding."""
+"""moe_experts with a shared expert: every token takes it once, with weight 1, before the one rounding."""
 
 from dataclasses import replace
 
