@@ -45,11 +45,12 @@ _OTHER_CHECKS = ("manifest", "bind", "composed", "regret")
 
 def conform(options: argparse.Namespace) -> int:
     """Runs the suite against a backend and writes what was asked for. Exit codes 0, 1, 2, 3 as in ``exit_code``."""
-    backend = _backend(options.backend)
+    device = device_of(options.device)
+    backend = _backend(options.backend, device)
     threads = default_threads(backend) if options.threads is None else options.threads
     if threads < 1:
         raise ConfigurationError(f"--threads takes 1 or more, not {threads}.")
-    runner = Runner(backend, device_of(options.device), options.seed, threads)
+    runner = Runner(backend, device, options.seed, threads)
     cases = _cases(options)
     if options.list:
         print("\n".join(case.id for case in cases))
@@ -88,9 +89,9 @@ def claims(options: argparse.Namespace) -> int:
     return 1 if "broken" in states else 3 if "unknown" in states else 0
 
 
-def _backend(name: str | None) -> str:
+def _backend(name: str | None, device: str) -> str:
     """What ``--backend`` or the policy names; a suite must know whom it asks."""
-    asked = name or Policy.resolve().backend
+    asked = name or Policy.resolve().on(device).backend
     if asked in ("auto", "vllm"):
         raise ConfigurationError(
             "conform asks one backend, and needs its name: --backend NAME; `m3hal backends` lists the installed ones."

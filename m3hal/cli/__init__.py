@@ -27,6 +27,7 @@ from m3hal.cli import (
     explain,
     new_backend,
     operators,
+    plan,
     replay,
     validate,
 )
@@ -42,6 +43,7 @@ COMMANDS: dict[str, ModuleType] = {
     "backends": backends,
     "ops": operators,
     "explain": explain,
+    "plan": plan,
     "capacity": capacity,
     "doctor": doctor,
     "conform": conform,

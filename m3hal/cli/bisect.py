@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise ConfigurationError(f"--steps {arguments.steps} must be 1 or more.")
     engine, prompt = _engine(arguments), _prompt(arguments.prompt)
-    policy = Policy.resolve({"backend": arguments.backend} if arguments.backend else {}, carrier="the command line")
+    asked = {"backend": arguments.backend} if arguments.backend else {}
+    policy = Policy.resolve(asked, carrier="the command line").on(devices.detect()[0].device)
     if policy.pinned:
         raise ConfigurationError("'plan' pins every choice, and bisecting swaps some; unset it.")
     folder, is_ours = _folder(arguments.into)

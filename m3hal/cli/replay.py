@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Replays one file."""
     capture = suite("m3hal_conformance.capture")
-    backend = _backend(arguments.backend)
     device = suite("m3hal_conformance.command").device_of(arguments.device)
+    backend = _backend(arguments.backend, device)
     result = capture.replay(arguments.file, backend, device)
     again = f"m3hal replay {shlex.quote(arguments.file)} --backend {backend} --device {device}"
     failed = {check.name: check.sentence for check in result.failed}
@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     return {"pass": 0, "fail": 1}.get(result.status, 3)
 
 
-def _backend(named: str | None) -> str:
+def _backend(named: str | None, device: str) -> str:
     """Whom to ask: the option's, the policy's, or the reference where neither names one."""
-    asked = named or Policy.resolve().backend
+    asked = named or Policy.resolve().on(device).backend
     if asked == "vllm" or named == "auto":
         raise ConfigurationError(f"replay asks one backend, and {asked!r} names none; `m3hal backends` lists them.")
     return REFERENCE if asked == "auto" else asked

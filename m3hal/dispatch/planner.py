@@ -52,10 +52,10 @@ def plan(
     Raises M3halError: ConfigurationError when a name is unknown; UnsupportedError when the backends that the policy
     names can't run here; else when they leave an operator uncovered, or a pin or the engine's fingerprint is not met.
     """
-    policy = Policy.resolve() if policy is None else policy
+    device = devices.check(device)
+    policy = (Policy.resolve() if policy is None else policy).on(device)
     pinned = pin.load(policy) if policy.pinned else None
     asked = policy if pinned is None else replace(pinned.policy, fingerprint=policy.fingerprint)
-    device = devices.check(device)
     wanted = admission.operators_named(operators)
     job = _Job(
         shape=shape,
@@ -111,14 +111,16 @@ class _Job:
         rows: dict[Key, Row] = {(op.name, at.kind): self._screen(op, at, pool[op.name]) for op, at in self._places()}
         layouts, reasons = self._layouts(rows)
         rows = {key: _with_layout(key, row, layouts) for key, row in rows.items()}
-        core = {key: self._core(*key, row, faults) for key, row in rows.items() if ops.load(key[0]).kind == "core"}
-        fused = [self._fused(*key, row, core, faults) for key, row in rows.items() if key not in core]
-        choices = (*core.values(), *fused, *self._held())
+        made_of: dict[Key, Choice] = {}
+        for key, row in rows.items():  # what a fused operator covers comes before it
+            is_core = ops.load(key[0]).kind == "core"
+            made_of[key] = self._core(*key, row, faults) if is_core else self._fused(*key, row, made_of, faults)
+        choices = (*made_of.values(), *self._held())
         return replace(made, choices=choices, layouts=layouts, layout_reasons=reasons, faults=tuple(faults))
 
     def _places(self) -> list[tuple[ops.Operator, Site]]:
-        """Where the operators that m3hal serves run."""
-        own = [operator for name, operator in self.wanted.items() if name not in self.engine]
+        """Where the operators that m3hal serves run; what covers an operator that the engine holds is not among them."""
+        own = [op for name, op in self.wanted.items() if self.engine.keys().isdisjoint((name, *ops.covered(name)))]
         sites = self.shape.sites()
         return [(operator, site) for operator in own for site in sites if site.kind in operator.sites]
 
@@ -193,14 +195,14 @@ class _Job:
         return "; ".join(passed_over) or ("first choice" if self.policy.order else "highest priority")
 
     def _fused(
-        self, operator: str, site: str, row: Row, core: Mapping[Key, Choice], faults: Iterable[Verdict]
+        self, operator: str, site: str, row: Row, made_of: Mapping[Key, Choice], faults: Iterable[Verdict]
     ) -> Choice:
         """The vendor's fused form, unless the policy overrides a part of it; else a composition of the plan's parts.
 
         An override of the fused operator itself is the more specific and wins.
         """
         covers = ops.load(operator).covers
-        overridden = [part for part in covers if part in self.policy.overrides]
+        overridden = [part for part in ops.covered(operator) if part in self.policy.overrides]
         if overridden and operator not in self.policy.overrides:
             reason = f"the policy overrides {' and '.join(overridden)}, which it covers"
             row = [(c, c.verdict("policy", False, reason, site) if v.accepted else v) for c, v in row]
@@ -208,12 +210,12 @@ class _Job:
         if chosen:
             reason = self._why(operator, chosen, verdicts, faults)
             return Choice(operator, site, chosen=chosen, reason=reason, verdicts=verdicts)
-        parts = {part: core.get((part, site)) for part in covers}
-        lacking = [name for name, part in parts.items() if part is None or part.chosen is None]
+        parts = {part: made_of.get((part, site)) for part in covers}
+        lacking = [name for name, part in parts.items() if part is None or not part.is_served]
         if lacking:
             reason = f"no fused form was accepted, and nothing serves {', '.join(lacking)}"
             return Choice(operator, site, reason=reason, verdicts=verdicts)
-        stray = self._stray(operator, [part.chosen for part in parts.values() if part and part.chosen])
+        stray = self._stray(operator, [c for part in parts.values() for c in _running(part, made_of)])
         if stray:
             return Choice(operator, site, reason=stray, verdicts=verdicts)
         why = f"the policy overrides {' and '.join(overridden)}" if overridden else "no fused form was accepted"
@@ -230,6 +232,13 @@ class _Job:
                     f"override {part.operator} with {asked!r} as well"
                 )
         return None
+
+
+def _running(choice: Choice | None, made_of: Mapping[Key, Choice]) -> list[Candidate]:
+    """What runs where a choice serves: the chosen implementation, or those that a composition is made of."""
+    if choice is None or choice.chosen:
+        return [choice.chosen] if choice and choice.chosen else []
+    return [c for part in choice.composed for c in _running(made_of.get((part, choice.site)), made_of)]
 
 
 def _by_priority(found: Found) -> tuple[int, str]:

@@ -2,7 +2,8 @@
 
 One schema, four carriers. For every key the first carrier that sets it wins: the API, the engine (vLLM's
 ``--additional-config '{"m3hal": {...}}'``), the file that ``M3HAL_CONFIG`` names, ``M3HAL_*`` environment variables;
-then the default. ``operators`` merges by operator.
+then the default. ``operators`` merges by operator. A carrier may have tables by device, see
+:mod:`m3hal.dispatch.fleet`.
 
     key          example                        environment variable
     backend      "auto", "acme", "a,b", "vllm"  M3HAL_BACKEND=acme,reference
@@ -11,6 +12,7 @@ then the default. ``operators`` merges by operator.
     min_level    "hardware"                     M3HAL_MIN_LEVEL=emulated
     deny         ["acme"]                       M3HAL_DENY=acme
     plan         "plan.json"                    M3HAL_PLAN=plan.json
+    export_plan  "plan.json"                    M3HAL_EXPORT_PLAN=plan.json
     fingerprint  written by the engine          M3HAL_FINGERPRINT
     mode         "record", "shadow"             M3HAL_MODE=shadow
     capture_dir  "m3hal-captures"               M3HAL_CAPTURE_DIR=/var/m3hal
@@ -24,12 +26,12 @@ A backend is named ``acme``, or ``acme-dist:acme`` when two distributions claim 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from m3hal.dispatch import carriers
-from m3hal.dispatch.carriers import DEFAULT, Origin
+from m3hal.dispatch import carriers, fleet
+from m3hal.dispatch.carriers import DEFAULT, Carrier, Origin
 from m3hal.dispatch.errors import ConfigurationError
 from m3hal.dispatch.names import BackendName, Order
 from m3hal.dispatch.watch import Watch
@@ -41,9 +43,9 @@ class Policy:
 
     order: backends, first first; empty is ``auto``. in_tree: ``backend: "vllm"`` was asked for. overrides: operator ->
     backends. require: (trait, value). min_level: None is the default, "hardware" on accelerators under ``auto``.
-    pinned: path of an exported plan. fingerprint: the plan that the engine's front end made. watch: whether calls are
-    recorded or compared; it chooses no implementation and is no part of a plan. origins: key -> where its value came
-    from.
+    pinned: path of an exported plan. exported: where the engine's front end writes its plan. fingerprint: the plan that
+    it made. watch: whether calls are recorded or compared; it chooses no implementation and is no part of a plan.
+    origins: key -> where its value came from. sources: the carriers, while their tables by device wait for one.
     """
 
     order: Order = ()
@@ -53,9 +55,11 @@ class Policy:
     min_level: str | None = None
     deny: tuple[BackendName, ...] = ()
     pinned: str | None = None
+    exported: str | None = None
     fingerprint: str | None = None
     watch: Watch = field(default_factory=Watch)
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+    sources: tuple[Carrier, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
     def resolve(
@@ -66,17 +70,26 @@ class Policy:
         *,
         carrier: str = "the API",
     ) -> Policy:
-        """Merges the carriers; ``carrier`` is what messages call the first one.
+        """Merges the carriers; ``carrier`` is what messages call the first one. :meth:`on` adds tables by device.
 
         Raises ConfigurationError for an unknown key, a value of the wrong type, or an unreadable file.
         """
         environ = os.environ if environ is None else environ
-        sources = [
+        sources = (
             (carrier, dict(api or {})),
             ("the engine's additional_config['m3hal']", dict(engine or {})),
             *carriers.from_file(environ),
             *carriers.from_environment(environ),
-        ]
+        )
+        fleet.check(sources)
+        return cls._merged(fleet.for_device(sources, None), sources if fleet.has_tables(sources) else ())
+
+    def on(self, device: str) -> Policy:
+        """What is asked for on a device: with the tables that stand for it, which come first in their carrier."""
+        return self._merged(fleet.for_device(self.sources, device)) if self.sources else self
+
+    @classmethod
+    def _merged(cls, sources: Sequence[Carrier], waiting: tuple[Carrier, ...] = ()) -> Policy:
         origins: dict[str, Origin] = {}
         for source, values in sources:
             for key, value in carriers.flattened(values, source).items():
@@ -86,7 +99,7 @@ class Policy:
                 elif first.value != value:
                     origins[key] = Origin(first.value, first.carrier, (*first.over, (source, value)))
         origins.setdefault("backend", Origin("auto", DEFAULT))
-        policy = cls(**carriers.fields_of(origins), origins=origins)
+        policy = cls(**carriers.fields_of(origins), origins=origins, sources=waiting)
         if policy.in_tree and policy.overrides:
             operator = min(policy.overrides)
             raise ConfigurationError(

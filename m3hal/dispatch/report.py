@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from m3hal import __version__
+from m3hal.dispatch.libraries import software
 from m3hal.dispatch.table import table
 
 if TYPE_CHECKING:
@@ -82,11 +85,16 @@ def _outcome(plan: Plan, choice: Choice) -> str:
 def served_by(plan: Plan, choice: Choice) -> str:
     """The server, with the implementation's name where that says more, and the backends of a composition."""
     if choice.composed:
-        backends = dict.fromkeys(part.chosen.backend for part in plan.constituents(choice) if part.chosen)
-        return f"composed ({', '.join(backends)})"
+        return f"composed ({', '.join(dict.fromkeys(_backends(plan, choice)))})"
     if choice.chosen and choice.chosen.label != choice.operator:
         return f"{choice.server} {choice.chosen.label}"
     return choice.server
+
+
+def _backends(plan: Plan, choice: Choice) -> list[str]:
+    if choice.chosen:
+        return [choice.chosen.backend]
+    return [backend for part in plan.constituents(choice) for backend in _backends(plan, part)]
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -95,6 +103,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "device": plan.device,
         "present": plan.present,
+        "versions": {"m3hal": __version__, **software()},
+        "sites": {site.kind: asdict(site) for site in plan.sites.values()},
         "policy": plan.policy.to_json(),
         "origins": {key: str(origin) for key, origin in plan.policy.origins.items()},
         "in_tree": plan.in_tree,

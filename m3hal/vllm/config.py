@@ -64,6 +64,7 @@ def configure(vllm_config: Any, environ: Mapping[str, str]) -> None:
             logger.warning("m3hal is installed, but %s of another plugin holds %s.", foreign, architecture)
         _keep_stock(vllm_config.model_config)
         return
+    from m3hal.dispatch import pin
     from m3hal.vllm.planning import make_plan, policy_of
 
     policy = policy_of(vllm_config, environ)
@@ -73,6 +74,8 @@ def configure(vllm_config: Any, environ: Mapping[str, str]) -> None:
         return
     _refuse(vllm_config, foreign)
     plan = make_plan(vllm_config, policy)
+    if policy.exported:
+        pin.export(plan, policy.exported)
     if plan.in_tree:
         logger.warning("vLLM's own model serves %s instead of m3hal's: %s.", architecture, plan.reason)
         _keep_stock(vllm_config.model_config)

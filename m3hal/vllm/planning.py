@@ -21,7 +21,7 @@ def policy_of(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> Poli
     asked = (vllm_config.additional_config or {}).get("m3hal", {})
     if not isinstance(asked, Mapping):
         raise M3halError(f'additional_config["m3hal"] must be an object such as {{"backend": "auto"}}; got {asked!r}.')
-    policy = Policy.resolve(engine=asked, environ=environ)
+    policy = Policy.resolve(engine=asked, environ=environ).on(device_of())
     if environ.get("VLLM_BATCH_INVARIANT", "0") in ("", "0") or BATCH_INVARIANT in policy.require:
         return policy
     return replace(policy, require=(*policy.require, BATCH_INVARIANT))

@@ -272,7 +272,8 @@ def test_pinned_plan_comes_out_again_or_says_what_differs(environment: Any) -> N
     kernels.write_text(kernels.read_text() + "# changed\n")
     kind, text = environment.run("print(json.dumps(refusal({'plan': 'plan.json'})))")
     assert kind == "M3halError"
-    assert "rms_norm at moe: was acme rms_norm" in text
+    assert "rms_norm at dense_attention, sparse_attention, dense_mlp, moe was acme rms_norm, is nothing; " in text
+    assert "\n" not in text
     kind, text = environment.run("print(json.dumps(refusal({'plan': 'plan.json', 'backend': 'acme'})))")
     assert kind == "ConfigurationError"
     assert "remove 'backend'" in text

@@ -1,0 +1,98 @@
+"""Tables by device inside a configuration, so that one file serves a mixed fleet.
+
+    backend = "auto"                     # on every device that has no table, or whose table doesn't say
+
+    [devices."cuda:sm_90"]
+    backend = "triton,reference"
+
+    [devices."hip:*"]
+    backend = "amd,reference"
+    min_level = "contract"
+
+Of a carrier, a device's own table comes before a pattern's, the longer pattern before the shorter, and every table
+before the keys outside of tables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from m3hal.dispatch import carriers, devices
+from m3hal.dispatch.carriers import Carrier, Origin
+from m3hal.dispatch.errors import ConfigurationError, did_you_mean, nearest
+
+KEY = "devices"
+_WILD = re.compile(r"[*?\[]")
+#: what architectures of the kinds that m3hal looks for are called, with an example
+_ARCHITECTURES = {
+    "cuda": (re.compile(r"sm_\d+[a-z]?"), "cuda:sm_90"),
+    "hip": (re.compile(r"gfx[0-9a-f]+"), "hip:gfx950"),
+    "hpu": (re.compile(r"gaudi\d?"), "hpu:gaudi2"),
+}
+
+
+def has_tables(sources: Sequence[Carrier]) -> bool:
+    """Whether any carrier says something about a device."""
+    return any(KEY in values for _, values in sources)
+
+
+def for_device(sources: Sequence[Carrier], device: str | None) -> list[Carrier]:
+    """The carriers, each with its tables for the device before its other keys; None: without tables."""
+    found: list[Carrier] = []
+    for name, values in sources:
+        tables = values.get(KEY, {}) if device is not None else {}
+        found += [(_told(name, pattern), dict(tables[pattern])) for pattern in _matching(tables, device or "")]
+        found.append((name, {key: value for key, value in values.items() if key != KEY}))
+    return found
+
+
+def check(sources: Sequence[Carrier]) -> None:
+    """Raises ConfigurationError for a table that no device can match, or whose keys or values mean nothing.
+
+    Tables for devices that this machine lacks are checked too: a slip should not wait for the machine that has one.
+    """
+    for name, values in sources:
+        tables = values.get(KEY, {})
+        if not isinstance(tables, Mapping):
+            raise ConfigurationError(f"{KEY!r} from {name} must map devices to tables of keys; got {tables!r}.")
+        for pattern, table in tables.items():
+            if not isinstance(table, Mapping):
+                raise ConfigurationError(f"{_told(name, pattern)} must be a table of keys; got {table!r}.")
+            if KEY in table:
+                raise ConfigurationError(f"{_told(name, pattern)} holds {KEY!r} itself; put its tables one level up.")
+            _check_pattern(pattern, name)
+            flat = carriers.flattened(dict(table), _told(name, pattern))
+            carriers.fields_of({key: Origin(value, _told(name, pattern)) for key, value in flat.items()})
+
+
+def _told(carrier: str, pattern: str) -> str:
+    return f"{KEY}.{pattern!r} of {carrier}"
+
+
+def _matching(tables: Mapping[str, Any], device: str) -> list[str]:
+    """The patterns that a device matches, the most specific first."""
+    found = [pattern for pattern in tables if devices.matches(device, [pattern])]
+    return sorted(found, key=lambda pattern: (bool(_WILD.search(pattern)), -len(pattern)))
+
+
+def _check_pattern(pattern: str, carrier: str) -> None:
+    """A kind that m3hal knows has architectures of a known form; another kind is a third party's, or a slip."""
+    kind, colon, architecture = pattern.partition(":")
+    if _WILD.search(kind) or pattern == "cpu":
+        return
+    meant = None
+    if kind in _ARCHITECTURES:
+        form, example = _ARCHITECTURES[kind]
+        if _WILD.search(architecture) or form.fullmatch(architecture):
+            return
+        meant = example
+    else:
+        form_of = (k for k, (form, _) in _ARCHITECTURES.items() if form.fullmatch(architecture))
+        likely = next(form_of, None) or nearest(kind, devices.KINDS)
+        if likely is None and colon and architecture:
+            return
+        meant = f"{likely}:{architecture}" if likely in _ARCHITECTURES and architecture else likely
+    hint = f" Did you mean {meant!r}?" if meant else did_you_mean(pattern, [e for _, e in _ARCHITECTURES.values()])
+    raise ConfigurationError(f"{pattern!r} in {KEY!r} from {carrier} is no device.{hint}")
