@@ -6,7 +6,7 @@ Padding follows the contracts: a padded token has slot -1, expert id -1 and sees
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,17 @@ from torch import Tensor
 
 from m3hal.formats import QTensor
 from m3hal.layouts import PagedCache
-from m3hal.ops import ExpertWeights, Operator, SeqMeta
+from m3hal.ops import ExpertLoRA, ExpertWeights, Operator, SeqMeta
 from m3hal_conformance.bounds import bits
 from m3hal_conformance.harness import Outcome
+from m3hal_conformance.ranks import by_rank, gathered
 
 Buckets = Mapping[str, tuple[int, ...]]
 
 #: inputs whose first axis is the token, by operator-independent name; the value is what a padded row holds
 _TOKENS: Mapping[str, float] = {
     "x": 0, "residual": 0, "positions": 0, "k": 0, "v": 0, "slots": -1, "index_slots": -1, "q": 0, "index_q": 0,
-    "visible_blocks": 0, "block_ids": -1, "logits": 0, "weights": 0, "gate_up": 0, "qkv": 0,
+    "visible_blocks": 0, "block_ids": -1, "logits": 0, "weights": 0, "gate_up": 0, "qkv": 0, "forced_ids": -1,
 }  # fmt: skip
 
 
@@ -37,7 +38,11 @@ def misfit(operator: Operator, inputs: Mapping[str, Any], buckets: Buckets) -> s
 
 
 def sizes(operator: Operator, inputs: Mapping[str, Any]) -> dict[str, int]:
-    """tokens, requests, pages, context and resident experts of inputs, where they have them."""
+    """tokens, requests, pages, context and resident experts of inputs, where they have them; of ranks, the most."""
+    ranks = by_rank(inputs)
+    if len(ranks) > 1:
+        several = [sizes(operator, own) for own in ranks]
+        return {name: max(own[name] for own in several) for name in several[0]}
     found: dict[str, int] = {}
     for name, value in inputs.items():
         if isinstance(value, SeqMeta):
@@ -55,6 +60,9 @@ def padded(operator: Operator, inputs: Mapping[str, Any], buckets: Buckets) -> d
     """The inputs, grown to the smallest buckets that hold them; as they are without buckets."""
     if not buckets:
         return dict(inputs)
+    ranks = by_rank(inputs)
+    if len(ranks) > 1:
+        return gathered([padded(operator, own, buckets) for own in ranks])
     sized = sizes(operator, inputs)
     target = {name: min(b for b in buckets[name] if b >= size) for name, size in sized.items() if name in buckets}
     result: dict[str, Any] = {}
@@ -63,6 +71,8 @@ def padded(operator: Operator, inputs: Mapping[str, Any], buckets: Buckets) -> d
             value = _meta(value, target)
         elif isinstance(value, PagedCache) and "pages" in target:
             value = replace(value, buf=_rows(value.buf, target["pages"], float("nan")))
+        elif isinstance(value, ExpertLoRA) and "tokens" in target:
+            value = replace(value, adapters=_rows(value.adapters, target["tokens"], -1))
         elif isinstance(value, Tensor) and "tokens" in target and _is_token_axis(operator, name):
             value = _rows(value, target["tokens"], _TOKENS[_key(operator, name)])
         result[name] = value
@@ -71,6 +81,9 @@ def padded(operator: Operator, inputs: Mapping[str, Any], buckets: Buckets) -> d
 
 def trimmed(operator: Operator, outcome: Outcome, inputs: Mapping[str, Any]) -> Outcome:
     """The outcome without what padding added."""
+    ranks = by_rank(inputs)
+    if len(ranks) > 1:
+        return _trimmed_ranks(outcome, [sizes(operator, own)["tokens"] for own in ranks])
     tokens = sizes(operator, inputs).get("tokens")
     for name, tensor in outcome.outputs.items():
         cache = inputs.get(name.split(".")[0])
@@ -79,6 +92,16 @@ def trimmed(operator: Operator, outcome: Outcome, inputs: Mapping[str, Any]) -> 
             outcome.outputs[name] = tensor[:wanted]
             if name in outcome.unwritten:
                 outcome.unwritten[name] = outcome.unwritten[name][:wanted]
+    return outcome
+
+
+def _trimmed_ranks(outcome: Outcome, tokens: Sequence[int]) -> Outcome:
+    """Each rank's rows stand in its own bucket, one bucket below the other."""
+    for values in (outcome.outputs, outcome.unwritten):
+        for name, tensor in values.items():
+            if len(tensor) > sum(tokens):
+                buckets = tensor.chunk(len(tokens))  # equal: all ranks are asked in buckets of one size
+                values[name] = torch.cat([own[:count] for own, count in zip(buckets, tokens, strict=True)])
     return outcome
 
 

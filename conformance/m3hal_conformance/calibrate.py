@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from m3hal_conformance.compare import Score, compare
 from m3hal_conformance.harness import Named, cloned, named
 from m3hal_conformance.legitimate import EVALUATIONS
 from m3hal_conformance.oracle import BITWISE, UncalibratedError
+from m3hal_conformance.ranks import on_ranks
 from m3hal_conformance.sizes import CPU
 from m3hal_conformance.suite import all_cases
 from m3hal_conformance.tolerance import PATH, is_unbounded, key_of
@@ -33,20 +34,22 @@ SEEDS = (0, 1, 2)
 _ATTENTION = ("sparse_attention", "paged_attention")
 _SCORES = ("block_scores", "select_blocks")
 _PRODUCTS = ("linear", "moe_experts")
+_INSERTS = ("qk_norm_rope_insert", "qkv_norm_rope_insert")
 #: the traits that an evaluation can take, and the operators whose evaluation does
 _EVALUATED = {
-    "mma_accum": (*_PRODUCTS, *_SCORES, *_ATTENTION),
+    "mma_accum": (*_PRODUCTS, *_SCORES, *_ATTENTION, "qkv_norm_rope_insert"),
     "p_dtype": _ATTENTION,
     "q_dtype": (*_ATTENTION, *_SCORES),
     "kv_dequant_round": (*_ATTENTION, *_SCORES),
-    "activation_format": _PRODUCTS,
+    "activation_format": (*_PRODUCTS, "qkv_norm_rope_insert"),
     "add_norm_round": ("add_rms_norm",),
-    "norm_rope_round": ("qk_norm_rope_insert",),
-    "rope_table": ("rope_partial", "qk_norm_rope_insert"),
-    "kv_scale_used": ("qk_norm_rope_insert",),
-    "nvfp4_quantizer": ("qk_norm_rope_insert",),
-    "mx_scale_rule": ("qk_norm_rope_insert",),
-    "double_rounding": ("qk_norm_rope_insert",),
+    "qkv_round": ("qkv_norm_rope_insert",),
+    "norm_rope_round": _INSERTS,
+    "rope_table": ("rope_partial", *_INSERTS),
+    "kv_scale_used": _INSERTS,
+    "nvfp4_quantizer": _INSERTS,
+    "mx_scale_rule": _INSERTS,
+    "double_rounding": _INSERTS,
     "combine_dtype": ("moe_experts",),
 }
 _E4M3 = {"p_dtype": "e4m3x448", "q_dtype": "e4m3"}
@@ -77,6 +80,7 @@ _TOGETHER: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]] = {
         )
     ),
     ("qk_norm_rope_insert",): ({"norm_rope_round": "bfloat16", "rope_table": "bfloat16"},),
+    ("qkv_norm_rope_insert",): ({"qkv_round": "bfloat16", "norm_rope_round": "bfloat16"},),
 }
 
 
@@ -124,7 +128,7 @@ def _evaluate(operator: Operator, case: Case, inputs: Mapping[str, Any], traits:
     given = cloned(inputs) if not case.lazy else dict(inputs)
     if operator.name == "select_blocks":
         return {"out": EVALUATIONS["block_scores"](case.site, traits, *given.values())}
-    returned = EVALUATIONS[operator.name](case.site, traits, *given.values())
+    returned = on_ranks(partial(EVALUATIONS[operator.name], case.site, traits), given)
     return named(operator, returned, {name: given[name] for name in operator.mutates if given[name] is not None})
 
 

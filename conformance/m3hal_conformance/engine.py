@@ -95,7 +95,7 @@ def _arguments(trial: Trial, inputs: Mapping[str, Any]) -> _Call:
     """The inputs carved anew. What the implementation planned or packed is found by itself, as by a layer's name."""
     harness = trial.harness
     carved = harness.carve(trial.given(inputs), 0)
-    planned = dict(zip(carved.inputs, harness.arguments(carved), strict=True))
+    planned = harness.arguments(carved)
     free = {name: value for name, value in carved.inputs.items() if planned[name] is value}
     given = dict(tensors(free))
     options = {} if carved.workspace is None else {"workspace": carved.workspace.view}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from m3hal.layouts import PagedCache
 from m3hal.ops import ExpertWeights, Operator, SeqMeta
 from m3hal_conformance.bounds import bits
 from m3hal_conformance.guard import Slab
+from m3hal_conformance.ranks import PerRank, by_rank, of_rank, rank_count, run_ranks
 from m3hal_conformance.trees import map_tensors, tensors
 
 #: names of the outputs of operators that have several
@@ -22,6 +23,7 @@ OUTPUTS: Mapping[str, tuple[str, ...]] = {
     "add_rms_norm": ("out", "residual_out"),
     "route_topk": ("weights", "ids"),
     "qk_norm_rope_insert": ("q", "index_q"),
+    "qkv_norm_rope_insert": ("q", "index_q"),
     "kv_read": ("k", "v"),
     "sparse_attention": ("out", "lse"),
     "paged_attention": ("out", "lse"),
@@ -93,7 +95,8 @@ class Harness:
 
     def expected(self, inputs: Mapping[str, Any]) -> Any:
         """Empty outputs as the definition's fake makes them; None for an operator that only mutates."""
-        return self.operator.fake(*inputs.values(), **self._statics)
+        made = [self.operator.fake(*own.values(), **self._statics) for own in by_rank(inputs)]
+        return made[0] if len(made) == 1 else PerRank(made)
 
     def carve(self, inputs: Mapping[str, Any], which: int, *, is_guarded: bool = True) -> Carved:
         slabs: dict[int, Slab] = {}
@@ -124,8 +127,8 @@ class Harness:
             given,
             out,
             slabs,
-            self._bytes(self.bound.workspace_bytes, which),
-            self._bytes(self.bound.plan_bytes, which),
+            self._bytes(self.bound.workspace_bytes, which, rank_count(inputs)),
+            self._bytes(self.bound.plan_bytes, which, rank_count(inputs)),
         )
 
     def run(self, carved: Carved) -> Any:
@@ -135,30 +138,43 @@ class Harness:
             torch.cuda.synchronize()
         return returned
 
-    def arguments(self, carved: Carved) -> list[Any]:
-        """What ``run`` gets: a batch plan in place of the metadata, packed in place of plain weights."""
-        arguments = []
-        for value in carved.inputs.values():
-            if isinstance(value, SeqMeta) and self.bound.plan_batch:
-                value = self.bound.plan_batch(value, carved.storage.view if carved.storage else None)
-            elif isinstance(value, ExpertWeights) and self.bound.prepare_weights:
-                value = self.bound.prepare_weights(value)
-            arguments.append(value)
-        return arguments
+    def arguments(self, carved: Carved) -> dict[str, Any]:
+        """What ``run`` gets, by name: a batch plan in place of the metadata, packed in place of plain weights."""
+        storage = carved.storage.view if carved.storage else None
 
-    def launch(self, carved: Carved, arguments: list[Any]) -> Any:
-        """``run`` itself, with its ``out`` and workspace."""
-        options: dict[str, Any] = {} if carved.out is None else {"out": carved.out}
-        if carved.workspace is not None:
-            options["workspace"] = carved.workspace.view
+        def given(value: Any, at: int = 0) -> Any:
+            if isinstance(value, PerRank):
+                return PerRank(given(own, rank) for rank, own in enumerate(value))
+            if isinstance(value, SeqMeta) and self.bound.plan_batch:
+                return self.bound.plan_batch(value, _share(storage, self.bound.plan_bytes, at))
+            if isinstance(value, ExpertWeights) and self.bound.prepare_weights:
+                return self.bound.prepare_weights(value)
+            return value
+
+        return {name: given(value) for name, value in carved.inputs.items()}
+
+    def launch(self, carved: Carved, arguments: Mapping[str, Any]) -> Any:
+        """``run`` itself, with its ``out`` and workspace; on all ranks at once where there are several."""
+        workspace = carved.workspace.view if carved.workspace is not None else None
+
+        def call(own: Mapping[str, Any], rank: int, out: Any) -> Any:
+            options: dict[str, Any] = {} if out is None else {"out": out}
+            if workspace is not None:
+                options["workspace"] = _share(workspace, self.bound.workspace_bytes, rank)
+            return self.bound.run(*own.values(), **options)
+
+        size = rank_count(arguments)
         with torch_threads(self.threads):
-            return self.bound.run(*arguments, **options)
+            if size == 1:
+                return call(arguments, 0, carved.out)
+            outs = carved.out or [None] * size
+            return PerRank(run_ranks(size, lambda g: call(of_rank(arguments, g), g.rank, outs[g.rank])))
 
     def outcome(self, carved: Carved, inputs: Mapping[str, Any], returned: Any) -> Outcome:
         found = Outcome(named(self.operator, carved.out, self._mutated(carved), self._unpacked))
         before, after = dict(tensors(dict(inputs))), dict(tensors(carved.inputs))
-        results = dict(_output_names(self.operator, carved.out))
-        for path, tensor in [*after.items(), *results.items()]:
+        results = [dict(_output_names(self.operator, out)) for out in _of_ranks(carved.out)]
+        for path, tensor in [*after.items(), *(pair for own in results for pair in own.items())]:
             if id(tensor) in carved.slabs and not carved.slabs[id(tensor)].intact():
                 found.touched.append(f"memory around {path}")
         for name, slab in (("the workspace", carved.workspace), ("the plan's storage", carved.storage)):
@@ -170,16 +186,28 @@ class Harness:
                 continue
             if not torch.equal(bits(tensor.cpu()), bits(before[path])):
                 found.changed.append(path)
-        found.unwritten = {path: carved.slabs[id(tensor)].unwritten().cpu() for path, tensor in results.items()}
-        if results and not _same_storage(returned, carved.out):
+        poison = [{path: carved.slabs[id(tensor)].unwritten().cpu() for path, tensor in own.items()} for own in results]
+        found.unwritten = {path: _below([own[path] for own in poison]) for path in results[0]}
+        if results[0] and not _same_storage(returned, carved.out):
             found.convention.append("with out= it must return out; it returned something else")
         return found
 
     def _mutated(self, carved: Carved) -> dict[str, Any]:
         return {name: carved.inputs[name] for name in self.operator.mutates if carved.inputs.get(name) is not None}
 
-    def _bytes(self, size: int, which: int) -> Slab | None:
-        return Slab((size,), (1,), torch.uint8, self.device, which) if size else None
+    def _bytes(self, size: int, which: int, ranks: int) -> Slab | None:
+        whole = size if ranks == 1 else _step(size) * ranks
+        return Slab((whole,), (1,), torch.uint8, self.device, which) if size else None
+
+
+def _step(size: int) -> int:
+    """From one rank's bytes to the next one's, as far apart as device allocators align to."""
+    return -(-size // 256) * 256
+
+
+def _share(memory: Tensor | None, size: int, rank: int) -> Tensor | None:
+    """One rank's bytes of memory that holds those of all."""
+    return None if memory is None else memory[rank * _step(size) :][:size]
 
 
 @contextmanager
@@ -201,8 +229,12 @@ def named(
     mutated: Mapping[str, Any],
     unpacked: Callable[[PagedCache], Tensor] | None = None,
 ) -> Named:
-    """Outputs and mutated arguments by name, copied to the CPU; caches of private page maps unpacked."""
-    found = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _output_names(operator, out)}
+    """Outputs and mutated arguments by name, copied to the CPU; caches of private page maps unpacked.
+
+    The outputs of several ranks stand one below the other, in one tensor.
+    """
+    ranks = [dict(_output_names(operator, own)) for own in _of_ranks(out)]
+    found = {name: _below([own[name].detach().to("cpu", copy=True) for own in ranks]) for name in ranks[0]}
     for name, value in mutated.items():
         if unpacked and isinstance(value, PagedCache):
             found[f"{name}.buf"] = unpacked(value)
@@ -241,6 +273,14 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
+def _of_ranks(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, PerRank) else (out,)
+
+
+def _below(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def _output_names(operator: Operator, out: Any) -> list[tuple[str, Tensor]]:
     if out is None:
         return []
@@ -267,6 +307,8 @@ def widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
         return tensor.double() if tensor.is_floating_point() else tensor
 
     def walk(value: Any) -> Any:
+        if isinstance(value, PerRank):
+            return PerRank(map(walk, value))
         if isinstance(value, PagedCache):
             if value.layout.format not in PLAIN_FORMATS:  # its bytes mean what they mean
                 return map_tensors(value, torch.clone)

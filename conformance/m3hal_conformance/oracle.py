@@ -22,6 +22,7 @@ from m3hal.ops import ExpertWeights, Operator, Trait
 from m3hal.shape import Site
 from m3hal_conformance.decoder import Part
 from m3hal_conformance.harness import Named, cloned, named, widened
+from m3hal_conformance.ranks import PerRank, on_ranks
 from m3hal_conformance.storage import vectors
 
 Run = Callable[..., Any]
@@ -36,7 +37,7 @@ _OF_STORAGE: Mapping[str, tuple[str, ...]] = {
     "double_rounding": ("fp8_e4m3", "fp8_e4m3_240", "mxfp8", "nvfp4", "mxfp4"),
     "mx_scale_rule": ("mxfp8", "mxfp4"),
 }
-_IN_THEIR_OWN_DTYPE = ("norm_rope_round",)  # the definition emulates these by what it computes in
+_IN_THEIR_OWN_DTYPE = ("norm_rope_round", "qkv_round")  # the definition emulates these by what it computes in
 
 
 class UncalibratedError(Exception):
@@ -64,12 +65,15 @@ def concerning(operator: Operator, site: Site, inputs: Mapping[str, Any], traits
     """The declared traits without those that speak of a storage format which neither site nor inputs have."""
     activations = traits.get("activation_format", site.activation_format)
     formats = {cache.layout.format for cache in inputs.values() if isinstance(cache, PagedCache)}
-    if operator.name in ("quantize", "linear", "moe_experts"):
+    if operator.name in ("quantize", "linear", "moe_experts", "qkv_norm_rope_insert"):
         formats.add(site.activation_format if operator.name == "quantize" else activations)
+    if site.shared_intermediate_size:
+        formats.add(traits.get("shared_activation_format", ""))
     return {
         name: value
         for name, value in traits.items()
-        if name not in _OF_STORAGE or not formats.isdisjoint(_OF_STORAGE[name])
+        if (name not in _OF_STORAGE or not formats.isdisjoint(_OF_STORAGE[name]))
+        and (name != "shared_activation_format" or site.shared_intermediate_size)
     }
 
 
@@ -101,7 +105,7 @@ def _evaluate(
         statics["traits"] = traits
     run = partial(operator.reference, **statics)
     extra = _BEFORE.get(operator.name, _nothing_before)(given, inputs, run, traits)
-    returned = run(*given.values())
+    returned = on_ranks(run, given)
     mutated = {name: given[name] for name in operator.mutates if given.get(name) is not None}
     found = named(operator, returned, mutated) | extra
     return found | _EXTRA.get(operator.name, _nothing)(site, given, found, traits)
@@ -109,8 +113,12 @@ def _evaluate(
 
 def _widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs in fp64, but for experts: the definition widens those that it needs, one at a time."""
-    wide = widened({name: value for name, value in inputs.items() if not isinstance(value, ExpertWeights)})
+    wide = widened({name: value for name, value in inputs.items() if not _is_experts(value)})
     return {name: wide.get(name, value) for name, value in inputs.items()}
+
+
+def _is_experts(value: Any) -> bool:
+    return isinstance(value[0] if isinstance(value, PerRank) else value, ExpertWeights)
 
 
 def _short_table(operator: Operator, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,8 +156,17 @@ def _insert(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits)
     return units
 
 
+def _size(x: Tensor) -> Tensor:
+    """The root mean square of each vector, for each of its elements: what a sum of products is exact to."""
+    return x.square().mean(-1, keepdim=True).sqrt().expand_as(x)
+
+
 def _insert_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run, traits: Traits) -> Named:
-    """What quantised caches may hold: the keys by what they were before they were stored, the values bit for bit."""
+    """What quantised caches may hold: the keys by what they were before they were stored, the values bit for bit.
+
+    Of the projection's keys and values both by what they were, in last places of their vectors' size.
+    """
+    projected = "weight" in given
     caches = {"kv": ("slots", "kv"), "index_cache": ("index_slots", "index_cache")}
     quantised = [name for name in caches if given[name] is not None and given[name].layout.format not in PLAIN_FORMATS]
     if not quantised:
@@ -162,12 +179,13 @@ def _insert_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run
     for name in quantised:
         slots = given[caches[name][0]]
         exact = _at(wide[name].k, slots)
-        unit = _pairs(exact, run.keywords["rotary_dim"])  # type: ignore[attr-defined]
+        unit = _size(exact) if projected else _pairs(exact, run.keywords["rotary_dim"])  # type: ignore[attr-defined]
         found |= vectors(given[name], "k", slots, exact, unit, traits).named(f"{name}@k")
         if given[name].layout.has_values:
             exact = _at(wide[name].v, slots)
-            found |= vectors(given[name], "v", slots, exact, exact.abs(), traits).named(f"{name}@v")
-            if traits.get("nvfp4_quantizer", "division") == "division":
+            unit = _size(exact) if projected else exact.abs()
+            found |= vectors(given[name], "v", slots, exact, unit, traits).named(f"{name}@v")
+            if not projected and traits.get("nvfp4_quantizer", "division") == "division":
                 found[f"{name}@v.known"] = stored[name].buf.contiguous().view(torch.uint8).flatten()
     return found
 
@@ -204,7 +222,11 @@ def _nothing_before(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Ru
 
 
 #: evaluated beside the definition, before it changes its arguments
-_BEFORE = {"qk_norm_rope_insert": _insert_stored, "kv_write": _write_stored}
+_BEFORE = {
+    "qk_norm_rope_insert": _insert_stored,
+    "qkv_norm_rope_insert": _insert_stored,
+    "kv_write": _write_stored,
+}
 
 
 def _swiglu(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
@@ -217,7 +239,9 @@ def _swiglu(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits)
 
 def _route(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
     score = torch.sigmoid(inputs["logits"])
-    return {"ids.scores": score + inputs["bias"], "weights.scores": score}
+    judged = {"ids.scores": score + inputs["bias"], "weights.scores": score}
+    forced = inputs.get("forced_ids")
+    return judged if forced is None else {**judged, "ids.forced": forced}
 
 
 def _select(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:

@@ -7,7 +7,7 @@ wait for it, releases them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -70,9 +70,33 @@ def rank_count(inputs: Mapping[str, Any]) -> int:
 
 def of_rank(inputs: Mapping[str, Any], group: Group | None) -> dict[str, Any]:
     """One rank's inputs, with its group where the operator takes one."""
-    rank = 0 if group is None else group.rank
-    own = {name: value[rank] if isinstance(value, PerRank) else value for name, value in inputs.items()}
+    own = _own(inputs, 0 if group is None else group.rank)
     return own | ({"group": group} if "group" in own else {})
+
+
+def by_rank(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The inputs of each rank, without a group."""
+    return [_own(inputs, rank) for rank in range(rank_count(inputs))]
+
+
+def gathered(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The inputs of a case from those of each rank; what is the same object everywhere stays every rank's."""
+    return {
+        name: value if all(own[name] is value for own in ranks) else PerRank(own[name] for own in ranks)
+        for name, value in ranks[0].items()
+    }
+
+
+def on_ranks(function: Callable[..., T], inputs: Mapping[str, Any]) -> T | PerRank:
+    """``function(*inputs)``: called once, or on each rank of a case for several, with what each returned."""
+    size = rank_count(inputs)
+    if size == 1:
+        return function(*inputs.values())
+    return PerRank(run_ranks(size, lambda group: function(*of_rank(inputs, group).values())))
+
+
+def _own(inputs: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    return {name: value[rank] if isinstance(value, PerRank) else value for name, value in inputs.items()}
 
 
 @dataclass(frozen=True)
