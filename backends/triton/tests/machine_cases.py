@@ -1,4 +1,8 @@
-"""Calls at MiniMax-M3's real shapes whose launches are compiled for each GPU; the tensors are small and on the CPU."""
+"""Calls at MiniMax-M3's real shapes whose launches are compiled for each GPU; the tensors are small and on the CPU.
+
+To add a kernel: a line in CASES, a call that launches it; and where it multiplies matrices, a line in KERNELS. Then
+``python machine_code.py --record``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,47 @@ import torch
 from m3hal.layouts import KVLayout, PagedCache, page_map
 from m3hal.ops import QKNorms, SeqMeta
 from m3hal.shape import MINIMAX_M3, ModelShape, Site
+
+#: the matrix instructions that CDNA4 added, twice as deep as CDNA3's
+_CDNA4 = ("f32_16x16x32", "f32_32x32x16", "f32_16x16x128", "f32_32x32x64", "scale_f32_16x16x128", "scale_f32_32x32x64")
+#: machine instructions by which a kernel multiplies; a target that a unit leaves out is not asked for it
+UNITS = {
+    "any": {
+        "sm_90": ("HMMA", "HGMMA", "QGMMA"),
+        "sm_100": ("HMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA"),
+        "sm_103": ("HMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA"),
+        "gfx950": tuple(f"v_mfma_{shape}" for shape in _CDNA4),
+    },
+    # of tiles that fill the newer unit, whose operands are shared by four warps or lie in memory of its own
+    "wide": {
+        "sm_90": ("HGMMA", "QGMMA"),
+        "sm_100": ("UTCHMMA", "UTCQMMA", "UTCOMMA"),
+        "sm_103": ("UTCHMMA", "UTCQMMA", "UTCOMMA"),
+        "gfx950": tuple(f"v_mfma_{shape}" for shape in _CDNA4 if "32x32" in shape),
+    },
+    # block scales applied by the unit itself
+    "scaled": {
+        "sm_100": ("UTCQMMA", "UTCOMMA"),
+        "sm_103": ("UTCQMMA", "UTCOMMA"),
+        "gfx950": ("v_mfma_scale_f32_",),
+    },
+}
+#: what each kernel that multiplies does it by, but in fp32; fp8 and nvfp4 caches meet their queries in fp16
+KERNELS = {
+    "attend": "any",
+    "attend_block": "wide",
+    "attend_dense": "any",
+    "score_few": "any",
+    "score_few_by_warps": "any",
+    "score_many": "wide",
+}
+#: (kernel, case) -> bytes that triton 3.9 spills at most, by target: launches tuned on an H200, for which 3.6 spills none
+SPILLS: dict[tuple[str, str], dict[str, int]] = {
+    ("attend", "sparse verify fp8"): {"sm_90": 48, "sm_100": 240, "sm_103": 240},
+    ("attend", "sparse verify nvfp4"): {"sm_100": 344, "sm_103": 344},
+    ("score_many", "select prefill fp8"): {"sm_90": 152, "sm_100": 120, "sm_103": 120},
+    ("score_many", "select prefill nvfp4"): {"sm_90": 160, "sm_100": 152, "sm_103": 152},
+}
 
 
 def site(kind: str, dtype: str, format: str | None = None) -> Site:

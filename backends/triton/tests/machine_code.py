@@ -1,16 +1,23 @@
 """Compiles the kernels for GPUs that are not here and reads the machine code: run by test_machine_code.py.
 
-``python machine_code.py TARGET...`` prints one JSON line per (target, case, kernel). What a case launches is recorded
-from its real call on CPU tensors, so that the compiled specialisation is the one that a GPU would run. Results are
-cached by the source of the kernel, its arguments' kinds and the compiler: one change compiles one kernel again.
+    python machine_code.py [TARGET...]     a JSON line per kernel of a case, compiled where the record lacks it
+    python machine_code.py --record        the same, and writes the record
+
+What a case launches is recorded from its real call on CPU tensors, so that the compiled specialisation is the one that
+a GPU would run. machine_code.json keeps what was found, under a hash of all that decides the code: the kernel's source
+and that of the functions it calls, its arguments' kinds, its constants, launch options, target and compiler.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
+import pkgutil
+import random
 import re
 import subprocess
 import sys
@@ -19,30 +26,36 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import m3hal_triton
 import triton
-from m3hal_triton import _plan, kv_write, paged_attention, qk_norm_rope_insert, select_blocks, sparse_attention
 from machine_cases import CASES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import jit
 
-ROOT = Path(__file__).parents[3]
-CACHE = ROOT / ".cache" / "machine_code"
+RECORD = Path(__file__).with_suffix(".json")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "sm_103": GPUTarget("cuda", 103, 32),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
+MODULES = [
+    importlib.import_module(f"m3hal_triton.{module.name}") for module in pkgutil.iter_modules(m3hal_triton.__path__)
+]
+#: exit code
+TOO_MANY = 3
+#: a kernel that a case launches: (case, function's name, hash)
+Name = tuple[str, str, str]
 
 
-def record(case: Any) -> list[tuple[jit.JITFunction, tuple[Any, ...], dict[str, Any]]]:
+def launches(case: Any) -> list[tuple[jit.JITFunction, tuple[Any, ...], dict[str, Any]]]:
     """The launches of one call, without running them."""
-    launches = []
+    found = []
 
     def getitem(function: jit.JITFunction, grid: Any) -> Any:
-        return lambda *args, **kwargs: launches.append((function, args, kwargs))
+        return lambda *args, **kwargs: found.append((function, args, kwargs))
 
     shipped = jit.KernelInterface.__getitem__
     jit.KernelInterface.__getitem__ = getitem
@@ -50,7 +63,7 @@ def record(case: Any) -> list[tuple[jit.JITFunction, tuple[Any, ...], dict[str, 
         case()
     finally:
         jit.KernelInterface.__getitem__ = shipped
-    return launches
+    return found
 
 
 def source(
@@ -71,7 +84,7 @@ def source(
             attributes[path] = [["tt.divisibility", 16]]
 
     for index, parameter in enumerate(function.params):
-        value = values[parameter.name]
+        value = values.get(parameter.name, parameter.default)
         kind, key = "constexpr", value
         if not parameter.is_constexpr:
             kind, key = jit.native_specialize_impl(_Backend, value, False, True, True)
@@ -107,50 +120,106 @@ def inspect(compiled: Any, target: str) -> dict[str, Any]:
         sass = subprocess.check_output([tools / "nvdisasm", file.name], text=True)
     registers = int(re.search(r"REG:(\d+)", usage)[1])
     spilled = int(re.search(r"STACK:(\d+)", usage)[1]) + int(re.search(r"LOCAL:(\d+)", usage)[1])
-    found = re.findall(r"\s((?:HMMA|HGMMA|QGMMA|UTCHMMA|UTCQMMA|DMMA|DFMA|DADD|DMUL|DSETP|LDL|STL)\b)", sass)
+    matrix = r"HMMA|HGMMA|QMMA|QGMMA|IGMMA|OMMA|UTCHMMA|UTCQMMA|UTCOMMA"
+    found = re.findall(rf"\s((?:{matrix}|DMMA|DFMA|DADD|DMUL|DSETP|LDL|STL)\b)", sass)
     return _summary(registers, spilled, compiled, found)
 
 
 def _summary(registers: int, spilled: int, compiled: Any, found: list[str]) -> dict[str, Any]:
-    shared = compiled.metadata.shared
-    return {"registers": registers, "spilled": spilled, "shared": shared, "instructions": dict(Counter(found))}
+    counts = dict(sorted(Counter(found).items()))
+    return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, "instructions": counts}
 
 
-def report(target: str, case: str) -> list[dict[str, Any]]:
-    """One entry per distinct kernel that the case launches."""
-    entries = []
+def sources(target: str, case: str) -> dict[Name, tuple[ASTSource, dict[str, Any]]]:
+    """The distinct kernels that the case launches."""
+    nvidia = not target.startswith("gfx")
     # what the GPU's callables would launch, though the tensors are on the CPU
-    for module in (select_blocks, sparse_attention, paged_attention, _plan):
-        module.multiprocessors = lambda device: 132
-        module.programmatic = lambda device: not target.startswith("gfx")
-        module.native = lambda *given: not target.startswith("gfx")
-    for module in (kv_write, qk_norm_rope_insert):
-        module.converts = lambda device: not target.startswith("gfx")
-    for function, args, kwargs in record(CASES[case]):
-        found = compiled(*source(function, args, dict(kwargs)), target)
-        entry = {"target": target, "case": case, "kernel": function.__name__, **found}
-        if entry not in entries:
-            entries.append(entry)
-    return entries
+    answers = {"multiprocessors": 132, "programmatic": nvidia, "native": nvidia, "converts": nvidia}
+    for module in MODULES:
+        for name in answers.keys() & vars(module).keys():
+            setattr(module, name, lambda *given, answer=answers[name]: answer)
+        for value in vars(module).values():
+            if isinstance(value, jit.JITFunction):
+                value.starting_line_number = 1  # part of its hash; where it stands decides no instruction
+    found = {}
+    for function, args, kwargs in launches(CASES[case]):
+        made, options = source(function, args, dict(kwargs))
+        known = (made.fn.cache_key, made.signature, made.constants, made.attrs, options, target, triton.__version__)
+        digest = hashlib.sha256(f"{known}".encode()).hexdigest()[:16]
+        found[case, function.__name__, digest] = made, options
+    return found
 
 
-def compiled(made: ASTSource, options: dict[str, Any], target: str) -> dict[str, Any]:
-    """What :func:`inspect` finds in a kernel; from the cache where its source and specialisation were met before."""
-    known = (made.fn.cache_key, made.signature, made.constants, made.attrs, options, target, triton.__version__)
-    cached = CACHE / f"{hashlib.sha256(f'{known}{Path(__file__).read_text()}'.encode()).hexdigest()}.json"
-    if not cached.exists():
-        found = inspect(triton.compile(made, target=TARGETS[target], options=options), target)
-        CACHE.mkdir(parents=True, exist_ok=True)
-        cached.write_text(json.dumps(found))
-    return json.loads(cached.read_text())
+def names(target: str, case: str) -> list[Name]:
+    return list(sources(target, case))
+
+
+def compiled(target: str, name: Name) -> dict[str, Any]:
+    """What :func:`inspect` finds in a kernel compiled now."""
+    made, options = sources(target, name[0])[name]
+    return inspect(triton.compile(made, target=TARGETS[target], options=options), target)
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """The record: hash -> its line."""
+    lines = RECORD.read_text().splitlines()[1:-1] if RECORD.exists() else []
+    entries = [json.loads(line.rstrip(",")) for line in lines]
+    return {entry["hash"]: entry for entry in entries}
+
+
+def write(entries: dict[str, dict[str, Any]]) -> None:
+    """A JSON list with a kernel in each line."""
+    order = sorted(
+        entries.values(), key=lambda e: (list(TARGETS).index(e["target"]), e["kernel"], e["case"], e["hash"])
+    )
+    RECORD.write_text("[\n" + ",\n".join(map(json.dumps, order)) + "\n]\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"{', '.join(TARGETS)}; all when left out")
+    parser.add_argument("--case", action="append", help="only this one; may be repeated")
+    parser.add_argument("--record", action="store_true", help="write what was compiled")
+    parser.add_argument("--all", action="store_true", help="compile what is recorded, too")
+    parser.add_argument("--sample", type=int, default=0, help="compile so many of what is recorded, too")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--most", type=int, default=10**9, help="exit with 3 when the record lacks more than so many")
+    arguments = parser.parse_args()
+    record = read()
+    tasks = [(t, c) for t in arguments.targets or TARGETS for c in arguments.case or CASES]
+    # forked before anything is compiled: compilers of several processes share nothing
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        met = [
+            (target, name)
+            for (target, _), found in zip(tasks, pool.starmap(names, tasks, chunksize=8), strict=True)
+            for name in found
+        ]
+        first = {name[2]: (target, name) for target, name in reversed(met)}
+        missing = [digest for digest in first if digest not in record]
+        if len(missing) > arguments.most:
+            print(f"{len(missing)} of {len(first)} kernels are not as the record says", file=sys.stderr)
+            sys.exit(TOO_MANY)
+        known = [digest for digest in first if digest in record]
+        again = (
+            known if arguments.all else random.Random(arguments.seed).sample(known, min(arguments.sample, len(known)))
+        )
+        made = pool.starmap(compiled, [first[digest] for digest in missing + again], chunksize=1)
+    fresh = dict(zip(missing + again, made, strict=True))
+    facts = {}
+    for digest, (target, (case, kernel, _)) in first.items():
+        head = {"target": target, "kernel": kernel, "case": case, "hash": digest, "triton": triton.__version__}
+        facts[digest] = head | fresh[digest] if digest in fresh else record[digest]
+    if arguments.record:
+        kept = {} if not (arguments.targets or arguments.case) else record
+        write({**kept, **facts})
+    for target, (case, kernel, digest) in met:
+        entry = facts[digest] | {"target": target, "case": case, "kernel": kernel}
+        was = record.get(digest)
+        lied = digest in fresh and was is not None and any(was[key] != value for key, value in fresh[digest].items())
+        print(json.dumps(entry | {"compiled": digest in fresh, **({"recorded": was} if lied else {})}), flush=True)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
-    names = [name for name in sys.argv[1:] if name in TARGETS] or list(TARGETS)
-    cases = [name for name in sys.argv[1:] if name not in TARGETS] or list(CASES)
-    # forked before anything is compiled: compilers of several processes share nothing
-    with multiprocessing.get_context("fork").Pool() as pool:
-        for entries in pool.starmap(report, [(target, case) for target in names for case in cases], chunksize=1):
-            for entry in entries:
-                print(json.dumps(entry), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        main()
