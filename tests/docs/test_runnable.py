@@ -1,8 +1,8 @@
 """The manual's examples run. A block after `<!-- runnable -->` must succeed, one after `<!-- fails -->` must end with
 exit code 1; both print what a block after `<!-- prints -->` shows (`...` stands for anything).
 
-A page that has files (`<!-- file: path -->`) is a tutorial: its shell blocks run in an empty folder, with an
-environment to install into."""
+Shell blocks run in an empty folder. A page that has files (`<!-- file: path -->`) is a tutorial, with an environment to install
+into."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RUNNABLE = [page for page in PAGES if blocks(page.read_text())]
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_examples_run(page: Path, request: pytest.FixtureRequest) -> None:
+def test_examples_run(page: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Every block of a page, in order; its Python blocks share one namespace, as they do for a reader."""
     steps, namespace = blocks(page.read_text()), dict[str, Any]()
     is_tutorial = any(block.mark.startswith("file: ") for block in steps)
@@ -59,7 +59,7 @@ def test_examples_run(page: Path, request: pytest.FixtureRequest) -> None:
         if block.language == "python":
             output = run_python(block.code, namespace)
         else:
-            code, output = workplace.shell(block.code) if workplace else run_shell(block.code)
+            code, output = workplace.shell(block.code) if workplace else run_shell(block.code, tmp_path)
             assert code == (1 if block.mark == "fails" else 0), f"{block.code}\n{output}"
         missing = first_missing(block.prints, output)
         assert missing is None, f"{page.name} promises {missing!r}; this was printed:\n{output}"
@@ -83,11 +83,11 @@ def run_python(code: str, namespace: dict[str, Any]) -> str:
     return output.getvalue()
 
 
-def run_shell(code: str) -> tuple[int, str]:
+def run_shell(code: str, folder: Path) -> tuple[int, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("M3HAL_")} | {"PATH": path}
     command = ["bash", "-euo", "pipefail", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(command, cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     return done.returncode, done.stdout
 
 
