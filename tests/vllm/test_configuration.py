@@ -53,6 +53,10 @@ def found(engine: Any, checkpoint: Any) -> Any:
         ("another router", "implements MiniMax-M3 with scoring_func 'sigmoid'; this checkpoint has 'softmax'"),
         ("version", "vLLM 0.34.1 is outside the supported range >=0.32,<0.34"),
         ("another plugin", f"{PUBLISHED} is held by another vLLM plugin, other_vendor.model"),
+        (
+            "plan pinned elsewhere",
+            "can't be made here (rms_norm at dense_attention, sparse_attention, dense_mlp, moe was",
+        ),
         ("another plan on a rank", "the engine's front end planned 0123456789abcdef"),
     ],
 )
@@ -84,6 +88,20 @@ def test_served_by_m3hal(found: Any) -> None:
     assert served["block_size"] == 128
     assert len(served["additional_config"]["m3hal"].pop("fingerprint")) == 16
     assert served["additional_config"] == {"m3hal": {"backend": "reference"}}
+
+
+def test_the_engines_plan_is_written_and_pinned(found: Any) -> None:
+    """The file holds the plan that serves; pinned, the same plan comes out, under the same fingerprint."""
+    written = found["plan"]
+    assert written["sites"]["sparse_attention"]["kv_format"] == "float32"
+    for case in ("plan exported", "plan pinned"):
+        assert found[case]["additional_config"]["m3hal"]["fingerprint"] == written["fingerprint"], case
+    assert {row["reason"] for row in written["choices"]} >= {"first choice"}
+
+
+def test_the_policy_of_the_engines_device_counts(found: Any) -> None:
+    """Of tables by device, the one that stands for vLLM's device; another machine's does no harm."""
+    assert found["policy by device"]["architecture"] == OURS
 
 
 def test_a_different_plan_names_both(found: Any) -> None:

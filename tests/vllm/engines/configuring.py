@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -78,6 +80,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     except m3hal.M3halError as error:
         ask.found["another plan on a rank"] = {"error": str(error)}
     asked_directly(ask, config)
+    exported(ask, Path(job["checkpoint"]))
     refused(ask)
     ask.found["handshake"] = handshakes(ask)
     left_alone(ask)
@@ -101,6 +104,19 @@ def asked_directly(ask: Asker, config: Any) -> None:
             mock.patch.object(config.parallel_config, "enable_expert_parallel", both),
         ):
             ask.found[case] = {"error": next(refusals(config))}
+
+
+def exported(ask: Asker, folder: Path) -> None:
+    """The engine's own plan as a file, pinned, and pinned after an edit."""
+    file = folder.parent / "plan.json"
+    ask("plan exported", additional_config={"m3hal": {"backend": "reference", "export_plan": str(file)}})
+    ask.found["plan"] = json.loads(file.read_text())
+    ask("plan pinned", additional_config={"m3hal": {"plan": str(file)}})
+    file.write_text(file.read_text().replace('"impl_id": "', '"impl_id": "0'))
+    file.write_text(file.read_text().replace(ask.found["plan"]["fingerprint"], "0" * 16))
+    ask("plan pinned elsewhere", additional_config={"m3hal": {"plan": str(file)}})
+    tables = {"cpu": {"backend": "reference"}, "cuda:*": {"backend": "absent"}}
+    ask("policy by device", additional_config={"m3hal": {"backend": "vllm", "devices": tables}})
 
 
 def handshakes(ask: Asker) -> dict[str, str]:
