@@ -51,7 +51,9 @@ _EVALUATED = {
     "mx_scale_rule": _INSERTS,
     "double_rounding": _INSERTS,
     "combine_dtype": ("moe_experts",),
+    "shared_activation_format": ("moe_experts",),
 }
+_STORED = ("fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4")
 _E4M3 = {"p_dtype": "e4m3x448", "q_dtype": "e4m3"}
 #: freedoms that backends take together; others together are bounded by the sum of what each costs
 _TOGETHER: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]] = {
@@ -70,14 +72,20 @@ _TOGETHER: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]] = {
         ),
         *({"activation_format": "nvfp4", "nvfp4_quantizer": how} for how in ("reciprocal", "token_global")),
     ),
-    ("moe_experts",): tuple(
-        {"activation_format": format, **more}
-        for format in ("fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4")
-        for more in (
-            {"combine_dtype": "bfloat16"},
-            {"double_rounding": "bfloat16"},
-            {"combine_dtype": "bfloat16", "double_rounding": "bfloat16"},
-        )
+    ("moe_experts",): (
+        *(
+            {"activation_format": routed, "shared_activation_format": shared}
+            for routed, shared in (*((f, f) for f in _STORED), ("nvfp4", "mxfp8"), ("mxfp4", "mxfp8"))
+        ),
+        *(
+            {"activation_format": format, **more}
+            for format in _STORED
+            for more in (
+                {"combine_dtype": "bfloat16"},
+                {"double_rounding": "bfloat16"},
+                {"combine_dtype": "bfloat16", "double_rounding": "bfloat16"},
+            )
+        ),
     ),
     ("qk_norm_rope_insert",): ({"norm_rope_round": "bfloat16", "rope_table": "bfloat16"},),
     ("qkv_norm_rope_insert",): ({"qkv_round": "bfloat16", "norm_rope_round": "bfloat16"},),
@@ -176,6 +184,8 @@ def calibrate(cases: tuple[Case, ...], seeds: tuple[int, ...] = SEEDS) -> dict[s
             continue
         print(f"\r{number + 1}/{len(cases)} {case.id:<60}", end="", file=sys.stderr)
         for traits in profiles(operator):
+            if "shared_activation_format" in traits and not case.site.shared_intermediate_size:
+                continue
             for seed in seeds if case.quick and not traits else seeds[:1]:
                 for output, name, error in _measured(case, seed, traits):
                     entry = entries.setdefault(

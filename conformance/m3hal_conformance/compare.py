@@ -171,6 +171,26 @@ def _insert(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Sc
     return scores
 
 
+def _insert_products(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
+    """Heads of q, k, v and the index by rows; every byte of quantised caches that no slot names, as it was."""
+    if set(actual) != _outputs(oracle):
+        return [Score(", ".join(actual), "bits", INF, 0.0, (), "missing or unexpected output")]
+    scores = []
+    for name, tensor in actual.items():
+        if tensor.shape != oracle[name].shape:
+            return [_shape(name, tensor, oracle[name])]
+        cache = name.removesuffix(".buf")
+        if f"{cache}@k.codes" in oracle:
+            scores += stored(cache, tensor, oracle, bounds)
+        elif cache == name:
+            scores.append(rows(name, tensor, oracle[name], bounds(name, "row")))
+        else:
+            dim = site.head_dim if cache == "kv" else site.index_dim
+            both = zip("kv", tensor.split(dim, -1), oracle[name].split(dim, -1), strict=False)  # type: ignore[no-untyped-call]
+            scores += [rows(f"{name}.{part}", a, b, bounds(f"{name}.{part}", "row")) for part, a, b in both]
+    return scores
+
+
 def _write(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
     """Bit for bit, unless the quantiser is declared to be one whose last bits are the hardware's."""
     name = "cache.buf"
@@ -209,7 +229,9 @@ def stored(name: str, actual: Tensor, oracle: Named, bounds: Bounds) -> list[Sco
 
 def _outputs(oracle: Named) -> set[str]:
     """The names in an oracle that are outputs, not what the comparison needs besides."""
-    return {name for name in oracle if "@" not in name and not name.endswith((".unit", ".scores", ".visible"))}
+    return {
+        name for name in oracle if "@" not in name and not name.endswith((".unit", ".scores", ".visible", ".forced"))
+    }
 
 
 def _select(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
@@ -228,26 +250,32 @@ def _route(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Sco
     ids, choice, score = actual["ids"], oracle["ids.scores"], oracle["weights.scores"]
     if ids.shape != oracle["ids"].shape or ids.dtype != torch.int32:
         return [_shape("ids", ids, oracle["ids"])]
-    found, bound = _route_ids(ids, choice, oracle["ids"], bounds("ids", "regret")), bounds("weights", "row")
+    forced = (oracle["ids.forced"] >= 0).any(-1) if "ids.forced" in oracle else torch.zeros(len(ids), dtype=torch.bool)
+    found = _route_ids(ids, choice, oracle["ids"], bounds("ids", "regret"), forced)
     if not found.passed:
         return [found]
-    wanted = score.gather(-1, ids.long()).nan_to_num(nan=0.0)
+    score = score.gather(-1, ids.clamp(min=0).long()).masked_fill(ids < 0, 0.0).nan_to_num(nan=0.0)
+    wanted = score
     if site.renormalize:
         total = wanted.sum(-1, keepdim=True)
         wanted = wanted / torch.where(total > 0, total, 1.0)
     wanted = wanted * site.routed_scale
     # fp32 sigmoids below 1e-37 are subnormal or zero: such a row weighs its experts by what is left of them
-    weak = score.gather(-1, ids.long()).nan_to_num(nan=0.0).sum(-1) < 1e-35
+    weak = score.sum(-1) < 1e-35
     weights = actual["weights"]
     wanted = torch.where(weak[:, None] & (weights == 0).all(-1, keepdim=True), 0.0, wanted)
-    return [found, rows("weights", weights, wanted, bound)]
+    return [found, rows("weights", weights, wanted, bounds("weights", "row"))]
 
 
-def _route_ids(ids: Tensor, choice: Tensor, oracle: Tensor, bound: float) -> Score:
+def _route_ids(ids: Tensor, choice: Tensor, oracle: Tensor, bound: float, forced: Tensor) -> Score:
     worst, experts = Score("ids", "regret", 0.0, bound), choice.shape[-1]
     for (token,) in _indices(ids.shape[:1]):
         row, chosen = choice[token].nan_to_num(nan=-INF), ids[token].tolist()
         shown = _show(ids[token], oracle[token])
+        if forced[token]:
+            if not torch.equal(ids[token], oracle[token]):
+                return Score("ids", "regret", INF, bound, (token,), f"a forced row keeps its ids: {shown}")
+            continue
         if len(set(chosen)) != len(chosen) or min(chosen, default=0) < 0 or max(chosen, default=0) >= experts:
             return Score("ids", "regret", INF, bound, (token,), f"ids must be distinct experts: {shown}")
         best = row[oracle[token].long()]
@@ -267,6 +295,7 @@ def _route_ids(ids: Tensor, choice: Tensor, oracle: Tensor, bound: float) -> Sco
 _SPECIAL: dict[str, Callable[[Site, Named, Named, Bounds], list[Score]]] = {
     "kv_write": _write,
     "qk_norm_rope_insert": _insert,
+    "qkv_norm_rope_insert": _insert_products,
     "select_blocks": _select,
     "topk_blocks": _topk,
     "merge_topk": _topk,

@@ -17,7 +17,7 @@ from torch import Tensor
 from m3hal import formats
 from m3hal.formats import QTensor
 from m3hal.layouts import PagedCache
-from m3hal.ops import ExpertWeights, QKNorms, SeqMeta
+from m3hal.ops import ExpertLoRA, ExpertWeights, QKNorms, SeqMeta
 from m3hal.ops._stored import rounded
 from m3hal.ops._traits import as_queries
 from m3hal.ops.kv_read import read_sequence
@@ -192,18 +192,30 @@ def _requests(meta: SeqMeta) -> list[tuple[int, int, int, int]]:
     return [row for row in rows if row[1] < row[2] and row[3] > 0]
 
 
-def route_topk(site: Site, traits: Traits, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def route_topk(
+    site: Site, traits: Traits, logits: Tensor, bias: Tensor, forced_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     score = 1.0 / (1.0 + torch.exp2(-LOG2_E * logits.float()))
     ids = torch.sort(-(score + bias), dim=-1, stable=True).indices[:, : site.top_k_experts]
-    weights = score.gather(-1, ids).nan_to_num(nan=0.0)
+    if forced_ids is not None:
+        ids = torch.where(forced_ids.amax(-1, keepdim=True) >= 0, forced_ids.long(), ids)
+    weights = torch.where(ids >= 0, score.gather(-1, ids.clamp(min=0)), 0.0).nan_to_num(nan=0.0)
     if site.renormalize:
         total = weights.sum(-1, keepdim=True)
         weights = weights * torch.where(total > 0, 1.0 / total, 0.0)
     return weights * site.routed_scale, ids.int()
 
 
-def moe_experts(site: Site, traits: Traits, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
-    """Hidden activations are rounded to x's dtype, as the second product's operands must be."""
+def moe_experts(
+    site: Site,
+    traits: Traits,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    experts: ExpertWeights,
+    lora: ExpertLoRA | None = None,
+) -> Tensor:
+    """Hidden activations are rounded to x's dtype, as the second product's operands must be; so are those of rank r."""
     combine = getattr(torch, traits.get("combine_dtype", "float32"))
     rows = _rounded(x, experts.x_scale, traits)
     hidden_scale = _hidden_scale(experts, site.limit, site.beta, traits)
@@ -211,12 +223,38 @@ def moe_experts(site: Site, traits: Traits, x: Tensor, weights: Tensor, ids: Ten
     for expert in sorted(set(ids.flatten().tolist()) - {-1}):
         token, slot = torch.nonzero(ids == expert, as_tuple=True)
         if len(token):
-            hidden = _activate(_matmul(rows[token], _numbers(experts.w13[expert]), traits), site)
-            hidden = _rounded(hidden.to(_hidden_dtype(x.dtype, traits)), hidden_scale, traits)
-            part = _matmul(hidden, _numbers(experts.w2[expert]), traits) * weights[token, slot, None]
+            gate_up = _matmul(rows[token], _numbers(experts.w13[expert]), traits)
+            if lora is not None:
+                gate_up = gate_up + _delta(x[token], lora.a13[:, expert], lora.b13[:, expert], lora, token, traits)
+            hidden = _activate(gate_up, site).to(_hidden_dtype(x.dtype, traits))
+            part = _matmul(_rounded(hidden, hidden_scale, traits), _numbers(experts.w2[expert]), traits)
+            if lora is not None:
+                own = hidden.to(x.dtype)
+                part = part + _delta(own, lora.a2[:, expert], lora.b2[:, expert], lora, token, traits)
+            part = part * weights[token, slot, None]
             for at, row in zip(token.tolist(), part, strict=True):  # a token may choose an expert twice
                 out[at] = (out[at].float() + row).to(combine)
+    if experts.shared is not None:
+        own_traits = {**traits, "activation_format": traits.get("shared_activation_format", "given")}
+        out = (out.float() + _shared(site, own_traits, x, experts.shared)).to(combine)
     return out.to(x.dtype)
+
+
+def _delta(x: Tensor, a: Tensor, b: Tensor, lora: ExpertLoRA, token: Tensor, traits: Traits) -> Tensor:
+    """One expert's addition to each row, by its adapter; the scale goes on what has rank r."""
+    found = torch.zeros(len(x), b.shape[1])
+    for row, adapter in enumerate(lora.adapters[token].tolist()):
+        if adapter >= 0:
+            low = (_matmul(x[row : row + 1], a[adapter], traits) * lora.scales[adapter]).to(x.dtype)
+            found[row] = _matmul(low, b[adapter], traits)[0]
+    return found
+
+
+def _shared(site: Site, traits: Traits, x: Tensor, shared: ExpertWeights) -> Tensor:
+    hidden = _activate(_matmul(_rounded(x, shared.x_scale, traits), _numbers(shared.w13[0]), traits), site)
+    scale = _hidden_scale(shared, site.limit, site.beta, traits)
+    hidden = _rounded(hidden.to(_hidden_dtype(x.dtype, traits)), scale, traits)
+    return _matmul(hidden, _numbers(shared.w2[0]), traits)
 
 
 def _hidden_dtype(given: torch.dtype, traits: Traits) -> torch.dtype:
@@ -261,6 +299,15 @@ def qk_norm_rope_insert(
     return turned_q, turned(rest[0], norms.index_q, idim).to(qkv.dtype)
 
 
+def qkv_norm_rope_insert(site: Site, traits: Traits, x: Tensor, weight: Tensor | QTensor, *rest: Any) -> Any:
+    """The accumulators go on as they are, unless they are declared to be rounded."""
+    row = _matmul(_rounded(x, None, traits), _numbers(weight), traits)
+    if traits.get("qkv_round") == "bfloat16":
+        row = row.to(x.dtype).float()
+    q, index_q = qk_norm_rope_insert(site, traits, row, *rest)
+    return q.to(x.dtype), None if index_q is None else index_q.to(x.dtype)
+
+
 EVALUATIONS: Mapping[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
@@ -275,5 +322,6 @@ EVALUATIONS: Mapping[str, Callable[..., Any]] = {
         route_topk,
         moe_experts,
         qk_norm_rope_insert,
+        qkv_norm_rope_insert,
     )
 }

@@ -33,7 +33,7 @@ C: Mapping[tuple[str, str], float] = {
 #: is stored takes a dozen fp32 operations.
 LEAST = {"ulp": 1.0, "row": 2.0**-23, "regret": 2.0**-23, "rounding": 16.0}
 #: Traits that round to bf16 on the way to a cache; two that round a number between bf16 neighbours differ by one unit.
-_ON_THE_WAY = ("double_rounding", "norm_rope_round")
+_ON_THE_WAY = ("double_rounding", "norm_rope_round", "qkv_round")
 BF16_UNIT = 2.0**16  # in fp32's
 #: Traits by which a cache holds other numbers than exact ones; only the declared oracle can judge them.
 _STORED_OTHERWISE = ("kv_scale_used", "nvfp4_quantizer", "mx_scale_rule", "double_rounding")

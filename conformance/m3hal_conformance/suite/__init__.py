@@ -15,10 +15,12 @@ def all_cases() -> tuple[Case, ...]:
     from m3hal_conformance.suite import (
         attention,
         engine,
+        expert_lora,
         experts,
         extreme_batches,
         extreme_caches,
         extremes,
+        forced_routing,
         hidden,
         indexer,
         insert,
@@ -26,16 +28,19 @@ def all_cases() -> tuple[Case, ...]:
         large,
         norms,
         projections,
+        qkv_insert,
         quantised,
         ranking,
         rope_activation,
+        shared_expert,
         shipped,
         stored_caches,
     )
 
-    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, hidden, experts, insert)
+    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, hidden, experts, insert, qkv_insert)
     stored = (stored_caches, quantised, extremes, extreme_caches, extreme_batches, shipped, large)
-    found = [case for module in (*modules, *stored) for case in module.CASES]
+    optional = (shared_expert, expert_lora, forced_routing)
+    found = [case for module in (*modules, *stored, *optional) for case in module.CASES]
     found += [*engine.engine_cases(found), *shipped.production_cases(found)]
     return tuple(sorted(found, key=lambda case: ops.NAMES.index(case.operator)))
 

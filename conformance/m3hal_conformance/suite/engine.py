@@ -30,6 +30,7 @@ _TYPICAL: Mapping[str, str] = {
     "swiglu_oai": "expert_tp8",
     "moe_experts": "few_resident",
     "qk_norm_rope_insert": "page_boundaries",
+    "qkv_norm_rope_insert": "page_boundaries",
     "select_blocks": "chunks",
 }
 #: operator -> another case of it, small
@@ -52,6 +53,7 @@ _ANOTHER: Mapping[str, str] = {
     "swiglu_oai": "three_axes",
     "moe_experts": "identity",
     "qk_norm_rope_insert": "tokens_equal_heads",
+    "qkv_norm_rope_insert": "tokens_equal_heads",
     "select_blocks": "tokens_equal_heads",
 }
 #: question -> its checks
@@ -74,6 +76,11 @@ _ASKED_AGAIN: Mapping[str, tuple[str, ...]] = {
     ),
     "called_often_5000": ("thousands_of_calls",),
 }
+#: further cases of operators that are captured: what only some sites have is read in the graph, too
+_CAPTURED_TOO: Mapping[str, tuple[str, ...]] = {
+    "moe_experts": ("shared_hot", "lora_adapters", "lora_beside_shared"),
+    "route_topk": ("forced_some",),
+}
 #: what runs between steps and is never captured
 _BETWEEN_STEPS = ("kv_read", "kv_copy_blocks")
 #: what takes so little time that thousands of calls are asked
@@ -93,6 +100,8 @@ def engine_cases(cases: Iterable[Case]) -> list[Case]:
             made += [_asked(case, question, question in _QUICK and case.format == "bfloat16") for question in asked]
             made.append(_asked(case, "process", is_last))
             made += [_asked(case, question) for question in often]
+        if name in _CAPTURED_TOO.get(case.operator, ()):
+            made.append(_asked(case, "captured", name=f"captured_{name}"))
         if name == _ANOTHER.get(case.operator) and is_last:
             made += [_asked(case, question, name=f"{question}_again") for question in ("process", *often)]
     return made
