@@ -45,7 +45,18 @@ def compose(operator: ops.Operator, site: Site, parts: Mapping[str, Bound]) -> K
         workspace_bytes=workspace_bytes,
         plan_batch=_planner(planning) if planning else None,
         plan_bytes=sum(_aligned(part.plan_bytes) for part in planning.values()),
+        **_packing(operator, parts),
     )
+
+
+def _packing(operator: ops.Operator, parts: Mapping[str, Bound]) -> dict[str, Any]:
+    """Weights are packed as the part packs them that does; of an operator's parts one does at most."""
+    for part in parts.values():
+        if part.prepare_weights and operator.prepare:
+            return {"prepare_weights": operator.prepare(part.prepare_weights)}
+        if part.prepare_weights:
+            return {name: getattr(part, name) for name in ("prepare_weights", "update_weights", "unpack")}
+    return {}
 
 
 class _Desk:

@@ -17,8 +17,11 @@ from m3hal.dispatch.screen import Candidate, Demands, candidates, screen, screen
 from m3hal.dispatch.verdict import Verdict
 from m3hal.shape import ModelShape, Site
 
-#: What stock vLLM keeps for itself: its parallel layers shard, load and quantise their own weights.
-VLLM_HOLDS: Mapping[str, str] = {"linear": "vllm", "embedding": "vllm", "lm_head": "vllm", "all_reduce": "vllm"}
+#: What stock vLLM keeps for itself: its parallel layers shard, load and quantise their own weights, and ranks meet in
+#: them.
+VLLM_HOLDS: Mapping[str, str] = dict.fromkeys(
+    ("linear", "embedding", "lm_head", "all_reduce", "allreduce_add_rms_norm", "mega_moe"), "vllm"
+)
 
 #: An operator's implementations at a site, in the order in which the policy wants them, with their verdicts.
 Row = list[tuple[Candidate, Verdict]]

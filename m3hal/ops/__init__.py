@@ -28,7 +28,14 @@ CORE = (
     "moe_experts",
 )
 #: in an order in which what one covers comes before it
-FUSED = ("qk_norm_rope_insert", "qkv_norm_rope_insert", "select_blocks")
+FUSED = (
+    "qk_norm_rope_insert",
+    "qkv_norm_rope_insert",
+    "select_blocks",
+    "allreduce_add_rms_norm",
+    "mega_moe",
+    "draft_block_sample",
+)
 NAMES = CORE + FUSED
 
 

@@ -52,6 +52,7 @@ class Operator:
         static values, plus this operator's own static values; returns a callable of the positional parameters.
         ``reference`` is then ``compose`` over the references.
     composed_traits: what a composition declares beside its parts' traits, because parts round between themselves.
+    prepare: makes a composition's ``prepare_weights`` of its part's, where they are not the same.
     sites: where in the model it runs. group: operators that share bytes and are chosen together.
     optional: attributes of Site that say what more than the usual is asked: 0, False or "" where nothing is. An
         implementation whose limits do not mention one is asked only where nothing is.
@@ -72,6 +73,7 @@ class Operator:
     optional: tuple[str, ...] = ()
     compose: Callable[..., Callable[..., Any]] | None = field(default=None)
     composed_traits: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] | None = field(default=None)
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
