@@ -78,8 +78,10 @@ def _operators() -> Mapping[str, tuple[Impl, ...]]:
 
 def _limits(operator: str) -> tuple[Limit, ...]:
     """The formats it takes; and what engines may ask beyond the usual, all of it."""
-    formats = tuple(one_of(attribute, *known) for attribute, known in _FORMATS.get(operator, {}).items())
-    return (*formats, *(at_least(attribute, 0) for attribute in ops.load(operator).optional))
+    formats = _FORMATS.get(operator, {})
+    more = [attribute for attribute in ops.load(operator).optional if attribute not in formats]
+    known = (one_of(attribute, *names) for attribute, names in formats.items())
+    return (*known, *(at_least(attribute, 0) for attribute in more))
 
 
 _CACHES = tuple(CACHE_FORMATS)
@@ -91,6 +93,7 @@ _FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "paged_attention": {"kv_format": _CACHES},
     "block_scores": {"index_format": _CACHES},
     "quantize": {"activation_format": tuple(FORMATS)},
+    "linear": {"projection_format": ("", *FORMATS)},
     "moe_experts": {"weight_format": tuple(FORMATS), "shared_format": ("", *FORMATS)},
 }
 

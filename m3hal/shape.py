@@ -25,7 +25,7 @@ class Site:
     hidden_size: int
     eps: float
     weight_offset: float  # norm weights are stored zero-centred: 1.0 for Gemma norms, 0.0 for the drafter's
-    weight_format: str  # of the site's projections or experts
+    weight_format: str  # of the site's projections; at a moe site of its experts
     activation_format: str  # what a projection or expert takes: the dtype unless quantised
     # attention
     num_q_heads: int
@@ -63,8 +63,10 @@ class Site:
     # what only some engines ask for; see Operator.optional
     shared_intermediate_size: int = 0  # of the expert that every token takes, where moe_experts adds it
     shared_format: str = ""  # of that expert's weights
+    projection_format: str = ""  # of a moe site's other matrices, where it is not the experts'
     lora_rank: int = 0  # of the routed experts' adapters
     forced_routing: bool = False  # whether route_topk may get forced_ids
+    context_parallel: int = 0  # ranks that share the scoring of blocks; 0: select_blocks gets no group
 
 
 SITE_ATTRIBUTES = tuple(field.name for field in fields(Site))
@@ -105,7 +107,7 @@ class ModelShape:
     dtype: str
     kv_format: str
     index_format: str
-    weight_format: str
+    weight_format: str  # of the routed experts
     activation_format: str
     page_size: int
     max_tokens: int
@@ -116,6 +118,8 @@ class ModelShape:
     shared_format: str = ""
     lora_rank: int = 0
     forced_routing: bool = False
+    context_parallel: int = 0
+    projection_format: str = ""  # of every other matrix; "": as the experts
     #: the sites themselves, where these numbers do not give them: a drafter's, or a layer's that returns its lse
     given_sites: tuple[Site, ...] = ()
 
@@ -134,10 +138,12 @@ class ModelShape:
         kv_format: str | None = None,
         index_format: str | None = None,
         weight_format: str | None = None,
+        projection_format: str | None = None,
     ) -> ModelShape:
         """Reads a checkpoint's ``config.json`` (or its ``text_config``), published or written by transformers.
 
-        Formats default to ``dtype``. page_size: of the cache; MSA needs exactly the config's sparse block size.
+        Formats default to ``dtype``, projection_format to weight_format. page_size: of the cache; MSA needs exactly the
+        config's sparse block size.
 
         Raises ValueError naming the key when a constant of the model is missing: none has a default, except
         ``swiglu_beta``, which published checkpoints leave out and whose value is 1.0.
@@ -189,6 +195,7 @@ class ModelShape:
             index_format=index_format or dtype,
             weight_format=weight_format or dtype,
             activation_format=dtype,
+            projection_format=projection_format or "",
             page_size=page_size,
             max_tokens=max_tokens,
             max_seqs=max_seqs,
@@ -199,17 +206,21 @@ class ModelShape:
         """Those that were given, or else the model's, in layer order; a kind of layer that it lacks has none."""
         if self.given_sites:
             return self.given_sites
-        attention = self._values(_ATTENTION) | {"scale": self.head_dim**-0.5, "causal": True, "window_left": -1}
+        stored = {"weight_format": self.projection_format or self.weight_format}
+        attention = self._values(_ATTENTION) | stored
+        attention |= {"scale": self.head_dim**-0.5, "causal": True, "window_left": -1}
         indexer = self._values(_INDEXER)
         mlp = self._values(_MLP)
         experts = self._values(_EXPERTS) | {"renormalize": True, "intermediate_size": self.intermediate_size}
+        if self.projection_format != self.weight_format:
+            experts["projection_format"] = self.projection_format
         found = []
         if self.num_dense_attention_layers:
             found.append(self._site("dense_attention", **attention))
         if self.num_dense_attention_layers < self.num_layers:
             found.append(self._site("sparse_attention", **attention, **indexer))
         if self.num_dense_mlp_layers:
-            found.append(self._site("dense_mlp", **mlp, intermediate_size=self.dense_intermediate_size))
+            found.append(self._site("dense_mlp", **mlp, **stored, intermediate_size=self.dense_intermediate_size))
         if self.num_dense_mlp_layers < self.num_layers:
             found.append(self._site("moe", **mlp, **experts))
         return tuple(found)
@@ -274,6 +285,7 @@ _INDEXER = (
     "top_k_blocks",
     "init_blocks",
     "local_blocks",
+    "context_parallel",
 )
 _MLP = ("alpha", "beta", "limit")
 _EXPERTS = (

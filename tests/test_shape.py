@@ -89,6 +89,19 @@ def test_sites_that_no_config_gives() -> None:
     assert made.choice("paged_attention", "drafter").is_served
 
 
+def test_experts_and_projections_stored_differently() -> None:
+    """Attention and the dense MLP take the projections' format; a moe site tells both; alike, there is one."""
+    mixed = m3hal.ModelShape.from_config(m3hal.MINIMAX_M3, **ENGINE, weight_format="nvfp4", projection_format="mxfp8")
+    assert {site.kind: (site.weight_format, site.projection_format) for site in mixed.sites()} == {
+        "dense_attention": ("mxfp8", ""),
+        "sparse_attention": ("mxfp8", ""),
+        "dense_mlp": ("mxfp8", ""),
+        "moe": ("nvfp4", "mxfp8"),
+    }
+    alike = [replace(mixed, projection_format=format) for format in ("", "nvfp4")]
+    assert all(s.weight_format == "nvfp4" and not s.projection_format for shape in alike for s in shape.sites())
+
+
 def test_model_without_dense_layers_has_no_dense_sites() -> None:
     """A kind of layer that is absent has no site."""
     sparse_only = replace(M3, num_dense_attention_layers=0, num_dense_mlp_layers=0)

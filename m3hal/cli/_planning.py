@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from m3hal._published import as_published
-from m3hal.cli._memory import ALIASES
+from m3hal.cli._memory import ALIASES, SCHEMES
 from m3hal.dispatch import Plan, Policy, admission, devices, discovery, plan
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal.dispatch.names import LEVELS
@@ -26,6 +26,7 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--model", metavar="PATH", help="a checkpoint's folder or config.json; default: MiniMax-M3")
     target.add_argument("--dtype", default="bfloat16", help="of activations, e.g. bf16 or fp32 (default: %(default)s)")
     target.add_argument("--kv-format", help="of the KV cache; default: the dtype")
+    target.add_argument("--weights", choices=tuple(SCHEMES), help="how they are stored; default: in the dtype")
     target.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     target.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     target.add_argument("--max-tokens", type=int, default=8192, help="per forward (default: %(default)s)")
@@ -103,6 +104,7 @@ def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _shape(arguments: argparse.Namespace) -> ModelShape:
     dtype, config = _dtype(arguments), MINIMAX_M3
+    experts, projections = SCHEMES[arguments.weights] if arguments.weights else (dtype, dtype)
     if arguments.model:
         path = Path(arguments.model)
         config = _read(path / "config.json" if path.is_dir() else path, "a model's config.json")
@@ -112,6 +114,8 @@ def _shape(arguments: argparse.Namespace) -> ModelShape:
             dtype=dtype,
             kv_format=arguments.kv_format,
             index_format=arguments.kv_format,
+            weight_format=experts,
+            projection_format=projections,
             # MSA needs pages of exactly one sparse block.
             page_size=int(as_published(config)["sparse_attention_config"]["sparse_block_size"]),
             max_tokens=arguments.max_tokens,

@@ -25,9 +25,8 @@ _PLAIN = (str, int, float, NoneType)
 #: attributes whose values have names
 _KNOWN = {
     "dtype": ("float32", "bfloat16", "float16"),
-    **dict.fromkeys(
-        ("kv_format", "index_format", "weight_format", "activation_format", "shared_format"), ("", *FORMATS)
-    ),
+    **dict.fromkeys(("kv_format", "index_format", "weight_format", "activation_format"), ("", *FORMATS)),
+    **dict.fromkeys(("shared_format", "projection_format"), ("", *FORMATS)),
 }
 _PHASES = ("prefill", "decode", "verify")
 

@@ -45,5 +45,6 @@ OPERATOR = Operator(
     numeric=Numeric("R"),
     sites=("dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter"),
     traits=(ACTIVATION_FORMAT, NVFP4_QUANTIZER, MX_SCALE_RULE, MMA_ACCUM, BATCH_INVARIANT),
+    optional=("projection_format",),
     source="transformers minimax_m3_vl",
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from m3hal.dispatch import VLLM_HOLDS, M3halError, Plan, Policy, devices, plan
 from m3hal.shape import ModelShape
-from m3hal.vllm.quantization import computes_projections, expert_format
+from m3hal.vllm.quantization import computes_projections, expert_format, projection_format
 from m3hal.vllm.support import dtype_name, index_format, kv_format
 
 #: page maps that lie in the memory that vLLM's layout LBHNC gives a cache, preferred first
@@ -53,6 +53,7 @@ def shape_of(vllm_config: Any) -> ModelShape:
         kv_format=kv_format(vllm_config),
         index_format=index_format(vllm_config),
         weight_format=expert_format(model),
+        projection_format=projection_format(model) or dtype_name(model.dtype),
         page_size=text.sparse_attention_config["sparse_block_size"],  # one sparse block per page
         max_tokens=scheduler.max_num_batched_tokens,
         max_seqs=scheduler.max_num_seqs,

@@ -94,6 +94,23 @@ def expert_format(model_config: Any) -> str | None:
     return "fp8_e4m3_240" if current_platform.device_type == "hpu" else "fp8_e4m3"
 
 
+def projection_format(model_config: Any) -> str | None:
+    """The format of the other matrices, by m3hal's name; None when they are in the model's dtype.
+
+    Raises ValueError, one sentence, where the plan's ``linear`` would compute several formats: a plan is for one.
+    """
+    found = schemes_of(model_config)
+    modules = (matrix.module for matrix in published.matrices(model_config.hf_text_config) if matrix.expert is None)
+    formats: dict[str, str] = {}
+    for module in modules:
+        if found.of(module):
+            formats.setdefault(found.of(module), module)
+    if len(formats) > 1 and computes_projections(model_config):
+        told = " and ".join(f"{module} in {format}" for format, module in formats.items())
+        raise ValueError(f"the checkpoint stores {told}, but m3hal plans one format of projections; quantise all alike")
+    return next(iter(formats), None)
+
+
 def holds_stored(model_config: Any) -> bool:
     """Whether m3hal's own methods take the checkpoint's layers: all but FP8 with a scale per channel."""
     found = schemes_of(model_config) if model_config.quantization != NAME else Schemes()

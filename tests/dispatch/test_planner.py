@@ -124,24 +124,26 @@ def test_required_traits_select_variants(toy: Any, make: Callable[..., Any]) -> 
         ("moe_experts", {"lora_rank": 32}),
         ("moe_experts", {"shared_intermediate_size": 3072, "shared_format": "bfloat16"}),
         ("route_topk", {"forced_routing": True}),
+        ("linear", {"projection_format": "mxfp8"}),
     ],
 )
 def test_what_limits_do_not_mention_is_not_asked(
     toy: Any, make: Callable[..., Any], shape: ModelShape, operator: str, asked: dict[str, Any]
 ) -> None:
-    """Adapters, a shared expert and replay come only to implementations whose limits speak of them."""
+    """Adapters, a shared expert, replay, projections stored otherwise: for those whose limits speak of them."""
     name, value = next(iter(asked.items()))
-    knowing = Impl(f"{__name__}:kernel", limits=(at_most(name, value),), memory="self")
+    knowing = Impl(f"{__name__}:kernel", limits=(one_of(name, type(value)(), value),), memory="self")
     toy("old", operators={operator: (Impl(f"{__name__}:kernel", memory="self"),)})
     toy("new", operators={operator: (knowing,)})
     usual, more = (
-        make({"backend": "old,new,reference"}),
-        make({"backend": "old,new,reference"}, shape=replace(shape, **asked)),
+        make({"backend": "old,new,reference"}, engine={}),
+        make({"backend": "old,new,reference"}, engine={}, shape=replace(shape, **asked)),
     )
     assert (usual.choice(operator, "moe").server, more.choice(operator, "moe").server) == ("old", "new")
     told = next(verdict.reason for verdict in more.choice(operator, "moe").verdicts if verdict.backend == "old")
     assert told == f"{name} is {value!r}; its limits do not mention {name}, so it takes {type(value)()!r} alone"
-    assert make({"backend": "reference"}, shape=replace(shape, **asked)).choice(operator, "moe").is_served
+    served = make({"backend": "reference"}, engine={}, shape=replace(shape, **asked))
+    assert served.choice(operator, "moe").chosen.backend == "reference"
 
 
 def test_limits_are_held_against_the_declared_maximum(toy: Any, make: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ too, as vLLM has no CPU kernel for these formats.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", params=MARKED)
-def served(request: pytest.FixtureRequest, engine: Any, checkpoints: dict[str, Path], prompts: Any) -> Any:
-    """The layout, what vLLM completes, and what transformers does."""
+def served(
+    request: pytest.FixtureRequest, engine: Any, checkpoints: dict[str, Path], prompts: Any, tmp_path_factory: Any
+) -> Any:
+    """The layout, what vLLM completes under which plan, and what transformers does."""
+    plan = tmp_path_factory.mktemp("plan") / "plan.json"
     layout, job = request.param, {"checkpoint": checkpoints[request.param], "prompts": prompts[:3]}
     kv = "fp8" if layout == "mixed" else "float32"
     theirs = engine("rounded_oracle", **job, kv=kv, index="float32")
-    return layout, engine("quantised", **job, settings={"dtype": "float32"}), theirs["completions"]
+    ours = engine("quantised", env={"M3HAL_EXPORT_PLAN": str(plan)}, **job, settings={"dtype": "float32"})
+    return layout, {**ours, "plan": json.loads(plan.read_text())}, theirs["completions"]
 
 
 def test_tokens_equal_transformers(served: Any, difference: Any) -> None:
@@ -67,6 +72,20 @@ def test_weights_are_held_as_they_are_stored(served: Any) -> None:
     assert dtypes[f"{moe}experts.w13"] == dtypes[f"{moe}experts.w2"] == CODES[experts]
     assert dtypes[f"{moe}gate.weight"] == "torch.float32"
     assert ours["quantization"] == "m3hal_stored"
+
+
+def test_the_plan_knows_what_each_site_stores(served: Any) -> None:
+    """Experts and projections have formats of their own in the plan that the engine wrote."""
+    layout, ours, _ = served
+    projection, experts = ("mxfp8", "nvfp4") if layout == "mixed" else (layout, layout)
+    sites = ours["plan"]["sites"]
+    assert {kind: site["weight_format"] for kind, site in sites.items() if kind != "moe"} == {
+        "dense_attention": projection,
+        "sparse_attention": projection,
+        "dense_mlp": projection,
+    }
+    assert sites["moe"]["weight_format"] == experts
+    assert sites["moe"]["projection_format"] == (projection if projection != experts else "")
 
 
 @pytest.fixture(scope="module")
