@@ -206,6 +206,15 @@ def score_few_by_warps(
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def _hide(rows, kept, first, end, step, ROWS: tl.constexpr):
+    """-inf in blocks first .. end-1 of the kept among rows [ROWS], which are pointers."""
+    for block in range(first, end, 32):
+        column = block + tl.arange(0, 32)
+        at = rows[:, None] + column.to(tl.int64)[None, :] * step
+        tl.store(at, tl.full((ROWS, 32), float("-inf"), tl.float32), mask=kept[:, None] & (column < end)[None, :])
+
+
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def score_many(
     index_q,
@@ -232,6 +241,7 @@ def score_many(
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     REQUESTS: tl.constexpr,  # at least the requests of any batch
+    FILL: tl.constexpr,  # write -inf where a token sees no block, and for tokens of no request
     FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -240,7 +250,7 @@ def score_many(
     """Tiles of ROWS // HEADS query tokens of one request, times shares of the blocks that the tile sees.
 
     Writes the scores of tokens token_low .. token_high-1, at their distance from token_low. Blocks that no row of the
-    tile sees stay untouched.
+    tile sees stay untouched, unless FILL. There is a tile more than the requests need at most.
     """
     TOKENS: tl.constexpr = ROWS // HEADS
     b = tl.arange(0, REQUESTS)
@@ -249,14 +259,23 @@ def score_many(
     ends = tl.cumsum(tiles, 0)
     tile_id = tl.program_id(0)
     request = tl.sum((ends <= tile_id).to(tl.int32), 0)
+    share, shares = tl.program_id(1), tl.num_programs(1)
     if request >= requests:
+        if FILL:
+            needed = tl.sum(tiles, 0)
+            spare = (tile_id - needed) * shares + share
+            spares = (tl.num_programs(0) - needed) * shares
+            for token in range(tl.load(cu_q + requests) + spare, token_high, spares):
+                one = tl.arange(0, ROWS)
+                at = scores + tl.cast(token - token_low, tl.int64) * score_token + one * score_head
+                _hide(at, (one < HEADS) & (one * 0 + token >= token_low), 0, blocks, score_block, ROWS)
         return
     before = tl.sum(tl.where(b < request, tiles, 0), 0)
     first = tl.load(cu_q + request) + (tile_id - before) * TOKENS
     last = tl.load(cu_q + request + 1)
     seq_len = tl.load(seq_lens + request)
     newest = tl.minimum(first + TOKENS, last) - 1
-    if (newest < token_low) | (first >= token_high) | (seq_len == 0):
+    if (newest < token_low) | (first >= token_high) | ((seq_len == 0) & (not FILL)):
         return
 
     table = block_table + request.to(tl.int64) * table_row
@@ -272,8 +291,12 @@ def score_many(
     q_factor = q_factor * factor(None, FORMAT)
     target = scores + (token - token_low) * score_token + head * score_head
 
-    visible = tl.minimum((seq_len - (last - newest)) // BLOCK + 1, blocks)
-    share, shares = tl.program_id(1), tl.num_programs(1)
+    visible = tl.where(seq_len == 0, 0, tl.minimum((seq_len - (last - newest)) // BLOCK + 1, blocks))
+    if FILL:
+        unseen = blocks - visible
+        _hide(
+            target, kept, visible + share * unseen // shares, visible + (share + 1) * unseen // shares, score_block, ROWS
+        )
     low, high = share * visible // shares, (share + 1) * visible // shares
     everyone = tl.minimum(tl.maximum((seq_len - (last - first) + 1) // BLOCK, low), high)  # every row sees these whole
     STEPS: tl.constexpr = BLOCK // KEYS

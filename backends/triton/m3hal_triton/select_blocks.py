@@ -162,16 +162,24 @@ class _Indexer:
             score_few[grid](*given, **statics, KEYS=self._keys, **options)
 
     def _many(
-        self, index_q: torch.Tensor, cache: PagedCache, batch: BatchPlan, scores: torch.Tensor, low: int, high: int
+        self,
+        index_q: torch.Tensor,
+        cache: PagedCache,
+        batch: BatchPlan,
+        scores: torch.Tensor,
+        low: int,
+        high: int,
+        fill: bool = False,
     ) -> None:
-        """Scores of tokens low .. high-1 into ``scores`` [high - low, Hi, blocks]."""
+        """Scores of tokens low .. high-1 into ``scores`` [high - low, Hi, blocks]; fill: -inf where nothing is seen."""
         site, meta = self._site, batch.meta
         check_alignment(cache)
         requests = meta.seq_lens.shape[0]
-        tiles = triton.cdiv(index_q.shape[0], self._rows // self._heads) + requests
+        tiles = triton.cdiv(index_q.shape[0], self._rows // self._heads)
+        # whole waves: a wave of few programs takes as long as a full one
         programs = PREFILL.waves * multiprocessors(index_q.device)
-        shares = max(1, min(triton.cdiv(programs, tiles), scores.shape[2] // MIN_SHARE, 64))
-        score_many[(tiles, shares)](
+        shares = max(1, min(programs // tiles, scores.shape[2] // MIN_SHARE))
+        score_many[(tiles + requests + fill, shares)](
             index_q,
             _pages.memory(cache),
             _pages.keys(cache),
@@ -193,6 +201,7 @@ class _Indexer:
             PAGE=site.page_size,
             KEYS=self._keys,
             REQUESTS=self._requests,
+            FILL=fill,
             FORMAT=site.index_format,
             COMPUTE=compute_dtype(site.index_format, site.dtype),
             NATIVE=native(index_q.device, site.index_dim, site.dtype),
@@ -211,12 +220,14 @@ class _Scores(_Indexer):
         meta = batch.meta
         if out is None:
             out = load("block_scores").fake(index_q, index_cache, meta, block_size=self._site.block_size)
-        out.fill_(float("-inf"))
+        few = meta.max_q <= self._few_tokens
+        if few or not out.numel() or not meta.seq_lens.shape[0]:
+            out.fill_(float("-inf"))
         if out.numel() and meta.seq_lens.shape[0]:
-            if meta.max_q <= self._few_tokens:
+            if few:
                 self._few(index_q, index_cache, batch, out)
             else:
-                self._many(index_q, index_cache, batch, out, 0, index_q.shape[0])
+                self._many(index_q, index_cache, batch, out, 0, index_q.shape[0], fill=True)
         return out
 
 
