@@ -1,0 +1,158 @@
+"""What comes before the experts' products: tokens in the order of their experts, activations in fp16.
+
+All is found on the device from the ids. A (token, slot) pair has the number ``token * SLOTS + slot``; pairs of one
+expert become neighbours, and up to BT of them make a work item: expert, first position, pairs. An id of -1 is no pair.
+The order among one expert's pairs may differ between runs, no row's result does.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: pairs that one program sorts
+SORTED_ALONE = 1024
+#: pairs of a program when many sort
+PAIRS = 256
+_ARRAYS = ["ids", "order", "items", "total", "ranks", "counts", "x_factor"]
+
+
+@triton.jit
+def _expert(ids, id_strides, pair, pairs, SLOTS: tl.constexpr):
+    """Expert of each pair; -1: none."""
+    at = ids + pair // SLOTS * id_strides[0] + pair % SLOTS * id_strides[1]
+    return tl.load(at, mask=pair < pairs, other=-1)
+
+
+@triton.jit
+def _items(items, total, counts, starts, e, BT: tl.constexpr):
+    """The work items of all experts, and how many there are."""
+    tiles = tl.cdiv(counts, BT)
+    first = tl.cumsum(tiles, 0) - tiles
+    tl.store(total, tl.sum(tiles, 0))
+    for index in range(tl.max(tiles, 0)):
+        record = items + (first + index) * 4
+        there = index < tiles
+        tl.store(record, e, mask=there)
+        tl.store(record + 1, starts + index * BT, mask=there)
+        tl.store(record + 2, tl.minimum(counts - index * BT, BT), mask=there)
+
+
+@triton.jit
+def _sort(
+    ids, id_strides, order, items, total, pairs,
+    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """A pair's position: how many go to lower experts, and how many before it to its own."""
+    pair, e = tl.arange(0, ALL), tl.arange(0, EXPERTS)
+    mine = _expert(ids, id_strides, pair, pairs, SLOTS)
+    position = tl.zeros((ALL,), tl.int32)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for low in range(0, pairs, CHUNK):
+        other = low + tl.arange(0, CHUNK)
+        theirs = _expert(ids, id_strides, other, pairs, SLOTS)[None, :]
+        before = (theirs < mine[:, None]) | ((theirs == mine[:, None]) & (other[None, :] < pair[:, None]))
+        position += tl.sum(((theirs >= 0) & before).to(tl.int32), 1)
+        counts += tl.sum((theirs == e[:, None]).to(tl.int32), 1)
+    tl.store(order + position, pair, mask=mine >= 0)
+    _items(items, total, counts, tl.cumsum(counts, 0) - counts, e, BT)
+
+
+@triton.jit
+def _count(ids, id_strides, ranks, counts, program, pairs, SLOTS: tl.constexpr, PAIRS: tl.constexpr):
+    """The rank of each pair among its expert's."""
+    pair = program * PAIRS + tl.arange(0, PAIRS)
+    mine = _expert(ids, id_strides, pair, pairs, SLOTS)
+    rank = tl.atomic_add(counts + mine, 1, mask=mine >= 0, sem="relaxed")
+    tl.store(ranks + pair, rank, mask=mine >= 0)
+
+
+@triton.jit
+def _convert(x, x_strides, wide, x_factor, token, size, padded, WIDE: tl.constexpr, FOUR_BIT: tl.constexpr):
+    """A token's activations over their power of two, in the order of the products' columns, filled up with zeros."""
+    column = tl.arange(0, WIDE)
+    within = column // 8 % 8 * 2 + column % 2
+    if FOUR_BIT:
+        within = within // 8 * 8 + within % 4 * 2 + within % 8 // 4
+    element = column // 64 * 64 + column // 2 % 4 * 16 + within
+    at = x + token.to(tl.int64) * x_strides[0] + element * x_strides[1]
+    row = tl.load(at, mask=element < size, other=0.0).to(tl.float32)
+    exponent = (row.to(tl.int32, bitcast=True) >> 23) & 255
+    largest = tl.max(tl.where(exponent < 255, exponent, 0), 0)
+    largest = tl.where((largest > 1) & (largest < 253), largest, 127)  # a row of zeros or subnormal numbers stays
+    down = ((254 - largest) << 23).to(tl.float32, bitcast=True)
+    tl.store(wide + token.to(tl.int64) * padded + column, (row * down).to(tl.float16), mask=column < padded)
+    tl.store(x_factor + token, (largest << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "pairs", "sorters"],
+    do_not_specialize_on_alignment=_ARRAYS,
+)
+def begin(
+    x,
+    x_strides,
+    wide,  # fp16 [T, padded], or None
+    x_factor,
+    ids,
+    id_strides,
+    order,
+    items,
+    total,
+    ranks,
+    counts,  # zeros, unless one program sorts
+    tokens,
+    pairs,
+    sorters,  # programs that sort or count; each other one converts a token
+    size,
+    padded,
+    SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ALL: tl.constexpr,  # 0: several sort
+    PAIRS: tl.constexpr,
+    BT: tl.constexpr,
+    WIDE: tl.constexpr,
+    FOUR_BIT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Sorts pairs, or counts them, and converts tokens."""
+    program = tl.program_id(0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if program < sorters:
+        if ALL > 0:
+            CHUNK: tl.constexpr = 64 if ALL > 64 else ALL
+            _sort(ids, id_strides, order, items, total, pairs, SLOTS, EXPERTS, ALL, CHUNK, BT)
+        else:
+            _count(ids, id_strides, ranks, counts, program, pairs, SLOTS, PAIRS)
+    elif wide is not None:
+        _convert(x, x_strides, wide, x_factor, program - sorters, size, padded, WIDE, FOUR_BIT)
+
+
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=_ARRAYS)
+def scatter(
+    ids,
+    id_strides,
+    ranks,
+    counts,
+    order,
+    items,
+    total,
+    pairs,
+    SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Puts counted pairs into order; program 0 writes the work items."""
+    program = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    found = tl.load(counts + e)
+    if program == 0:
+        _items(items, total, found, tl.cumsum(found, 0) - found, e, BT)
+    pair = program * PAIRS + tl.arange(0, PAIRS)
+    mine = _expert(ids, id_strides, pair, pairs, SLOTS)
+    start = tl.sum(tl.where(e[None, :] < mine[:, None], found[None, :], 0), 1)
+    rank = tl.load(ranks + pair, mask=mine >= 0, other=0)
+    tl.store(order + start + rank, pair, mask=mine >= 0)

@@ -1,0 +1,221 @@
+"""Experts as the kernels read them.
+
+Bytes stay what they are. Rows of w13 alternate between gate and up, eight by eight, and stand in the order in which
+w2's product walks them; each row is told its factor, and the largest of its block scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from m3hal.formats import PLAIN_FORMATS, QSpec, QTensor
+from m3hal.ops import ExpertWeights
+from m3hal_triton._moe_decode import ALTERNATE, BLOCK, LIFT_E2M1, LIFT_E4M3, columns
+
+Weight = torch.Tensor | QTensor
+#: bytes to which a row of scales is filled up, so that loads of a row start at multiples of what they take
+SCALE_ROW = 16
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """w13 or w2, packed.
+
+    codes: [E, rows, ...]. scale: uint8 [E, rows, groups], filled up. base: int32 [E, rows], the largest scale code of
+    an MX format. factor: fp32 [E, rows], what sums are multiplied by. global_scale, spec: as given; spec is None for a
+    plain tensor. order: int64 [rows], the given row of each, and -1 for one that fills up; None: as given. size: of the
+    reduced axis.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    base: torch.Tensor | None
+    factor: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    spec: QSpec | None
+    order: torch.Tensor | None
+    size: int
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[1]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As the kernels take it."""
+        codes = self.codes
+        if self.spec is not None and self.spec.format in ("mxfp4", "nvfp4"):
+            codes = codes.view(torch.int64)
+        strides = (0, 0) if self.scale is None else self.scale.stride()[:2]
+        return codes, codes.stride()[:2], self.scale, strides, self.base, self.factor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What ``prepare_weights`` returns. shared: of the shared expert, as one expert."""
+
+    w13: Matrix
+    w2: Matrix
+    x_scale: torch.Tensor | None = None
+    hidden_scale: torch.Tensor | None = None
+    shared: Packed | None = None
+
+
+def format_of(weight: Weight) -> str:
+    """Of a weight, by the name of its format."""
+    return weight.spec.format if isinstance(weight, QTensor) else str(weight.dtype).removeprefix("torch.")
+
+
+def prepare(experts: ExpertWeights, *, is_wide: bool) -> Packed:
+    """Packs the experts. is_wide: products are in fp32, and walk K in its own order."""
+    order = _row_order(
+        _width(experts.w2), columns(format_of(experts.w2)) if _is_permuted(experts.w2, is_wide) else None
+    )
+    shared = None if experts.shared is None else prepare(experts.shared, is_wide=is_wide)
+    order = order.to(_data(experts.w13).device)
+    w13, w2 = _empty(experts.w13, order), _empty(experts.w2, None)
+    packed = Packed(w13, w2, experts.x_scale, experts.hidden_scale, shared)
+    _fill(packed.w13, 0, experts.w13, is_wide)
+    _fill(packed.w2, 0, experts.w2, is_wide)
+    return packed
+
+
+def update(packed: Packed, first: int, experts: ExpertWeights, *, is_wide: bool) -> None:
+    """Overwrites experts ``first``, ``first + 1``, ... in place."""
+    _fill(packed.w13, first, experts.w13, is_wide)
+    _fill(packed.w2, first, experts.w2, is_wide)
+    for old, new in ((packed.x_scale, experts.x_scale), (packed.hidden_scale, experts.hidden_scale)):
+        if old is not None and new is not None:
+            old.copy_(new)
+    if packed.shared is not None and experts.shared is not None:
+        update(packed.shared, 0, experts.shared, is_wide=is_wide)
+
+
+def unpack(packed: Packed) -> ExpertWeights:
+    """The experts as they were given, byte by byte."""
+    shared = None if packed.shared is None else unpack(packed.shared)
+    return ExpertWeights(
+        _restore(packed.w13), _restore(packed.w2), packed.x_scale, packed.hidden_scale, shared
+    )  # fmt: skip
+
+
+def padded(inner: int) -> int:
+    """Features that a row of hidden activations has."""
+    return -(-inner // BLOCK.value) * BLOCK.value
+
+
+def _row_order(inner: int, permutation: list[int] | None) -> torch.Tensor:
+    """int64 [2 * padded(inner)]: which of w13's rows stands where."""
+    feature = torch.arange(padded(inner))
+    if permutation is not None:
+        feature = feature // len(permutation) * len(permutation) + torch.tensor(permutation)[feature % len(permutation)]
+    gate = torch.where(feature < inner, feature, -1)
+    up = torch.where(feature < inner, feature + inner, -1)
+    return torch.stack([gate.view(-1, ALTERNATE.value), up.view(-1, ALTERNATE.value)], 1).flatten()
+
+
+def _is_permuted(weight: Weight, is_wide: bool) -> bool:
+    return not is_wide and format_of(weight) not in PLAIN_FORMATS
+
+
+def _data(weight: Weight) -> torch.Tensor:
+    return weight.data if isinstance(weight, QTensor) else weight
+
+
+def _width(weight: Weight) -> int:
+    """Numbers of a row."""
+    bits = 4 if format_of(weight) in ("mxfp4", "nvfp4") else 8
+    return _data(weight).shape[2] * 8 // bits if isinstance(weight, QTensor) else weight.shape[2]
+
+
+def _empty(weight: Weight, order: torch.Tensor | None) -> Matrix:
+    data, size = _data(weight), _width(weight)
+    rows = data.shape[1] if order is None else len(order)
+    experts, device = len(data), data.device
+    dtype = data.dtype if data.element_size() > 1 else torch.uint8
+    codes = torch.zeros(experts, rows, data.shape[2], dtype=dtype, device=device)
+    if not isinstance(weight, QTensor) or weight.spec.format in PLAIN_FORMATS:
+        spec = weight.spec if isinstance(weight, QTensor) else None
+        return Matrix(codes, None, None, None, None, spec, order, size)
+    scale = None
+    if weight.spec.group > 0:
+        groups = -(-size // weight.spec.group // SCALE_ROW) * SCALE_ROW
+        scale = torch.zeros(experts, rows, groups, dtype=torch.uint8, device=device)
+    is_mx = weight.spec.format.startswith("mx")
+    base = torch.zeros(experts, rows, dtype=torch.int32, device=device) if is_mx else None
+    factor = torch.ones(experts, rows, device=device)
+    global_scale = None if weight.global_scale is None else weight.global_scale.clone()
+    return Matrix(codes, scale, base, factor, global_scale, weight.spec, order, size)
+
+
+def _fill(matrix: Matrix, first: int, weight: Weight, is_wide: bool) -> None:
+    """Expert by expert, so that no second copy of all of them is alive."""
+    for number in range(len(_data(weight))):
+        one, to = weight[number], first + number
+        codes = _data(one)
+        _put(matrix.codes[to], codes.view(torch.uint8) if codes.element_size() == 1 else codes, matrix.order)
+        if isinstance(one, QTensor) and matrix.factor is not None:
+            if matrix.scale is not None and one.scale is not None:
+                scale = one.scale.view(torch.uint8)
+                _put(matrix.scale[to, :, : scale.shape[1]], scale, matrix.order)
+            factor = torch.ones(codes.shape[0], device=codes.device)
+            if one.scale is not None and one.scale.dtype == torch.float32:
+                factor = factor * one.scale.view(-1)
+            if one.global_scale is not None:
+                factor = factor * one.global_scale.reshape(-1).to(codes.device)
+            _put(matrix.factor[to], factor, matrix.order)
+            _relate(matrix, to, is_wide)
+    if isinstance(weight, QTensor) and matrix.global_scale is not None and weight.global_scale is not None:
+        own = matrix.global_scale.ndim == 3
+        target = matrix.global_scale[first : first + len(weight.data)] if own else matrix.global_scale
+        target.copy_(weight.global_scale)
+
+
+def _relate(matrix: Matrix, expert: int, is_wide: bool) -> None:
+    """What fp16 products leave to the factor: an MX row's largest scale, and powers of two that codes carry."""
+    assert matrix.factor is not None and matrix.spec is not None
+    factor = matrix.factor[expert]
+    if is_wide or matrix.scale is None:
+        return
+    if matrix.base is None:
+        factor.mul_(0.5)  # fp16 holds twice the product of code and scale
+        return
+    largest = matrix.scale[expert].amax(-1).int()
+    matrix.base[expert] = largest
+    lift = LIFT_E4M3.value if matrix.spec.format == "mxfp8" else LIFT_E2M1.value - 6
+    power = torch.ldexp(torch.ones_like(factor, dtype=torch.float64), largest - 127 - lift)
+    factor.copy_(torch.where(largest == 255, torch.nan, power))
+
+
+def _put(target: torch.Tensor, given: torch.Tensor, order: torch.Tensor | None) -> None:
+    if order is None:
+        target.copy_(given)
+        return
+    target.copy_(given.index_select(0, order.clamp(min=0)))
+    if bool((order < 0).any()):
+        target[order < 0] = 0
+
+
+def _taken(packed: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """[E, rows, ...] in the order that was given."""
+    if order is None:
+        return packed.clone()
+    where = torch.nonzero(order >= 0).view(-1)
+    return packed.index_select(1, where[order[where].argsort()])
+
+
+def _restore(matrix: Matrix) -> Weight:
+    codes = _taken(matrix.codes, matrix.order)
+    if matrix.spec is None:
+        return codes
+    if matrix.factor is None:
+        return QTensor(codes, matrix.spec)
+    scale = None
+    if matrix.scale is not None:
+        scale = _taken(matrix.scale, matrix.order)[..., : matrix.size // matrix.spec.group].contiguous()
+    elif matrix.spec.group != 0:
+        scale = _taken(matrix.factor, matrix.order)[..., None]
+    return QTensor(codes, matrix.spec, scale, None if matrix.global_scale is None else matrix.global_scale.clone())
+
