@@ -25,7 +25,7 @@ demo: $(STAMP)  ## serve a tiny MiniMax-M3 on this CPU and compare its tokens wi
 test: $(STAMP)  ## the test suite
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
-test-all: $(STAMP)  ## the test suite with the slow tests, and those that read vendors' wheels
+test-all: $(STAMP)  ## the test suite with the slow tests, and those that read vendors' and vLLM's wheels
 	$(PY) scripts/vendor_wheels.py
 	$(PY) -m pytest $(ARGS)
 

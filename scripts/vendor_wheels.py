@@ -1,9 +1,10 @@
-"""Fetches the vendors' wheels whose sources tests read into ``.cache/wheels``: FlashInfer's newest in range.
+"""Fetches the wheels whose sources tests read into ``.cache/wheels``: FlashInfer's newest in range, and vLLM 0.33.
 
     python scripts/vendor_wheels.py
 
-Nothing is installed, and nothing of a wheel is imported. aiter and Habana's bridge are in no package index; their
-signatures are recorded in the packages, with links.
+Nothing is installed. FlashInfer's wheel is read without importing it; of vLLM's, which has no build for CPUs, one test
+runs the Python. A wheel that is there is not fetched again; vLLM's has 336 MB. aiter and Habana's bridge are in no
+package index; their signatures are recorded in the packages, with links.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / ".cache" / "wheels"
+VLLM = "vllm==0.33.0"  # which tests/vllm/vllm_0_33.json records
 
 
 def main() -> int:
-    """Exits as pip does."""
+    """Exits as pip does; it fetches nothing when one of them can't be had."""
     from m3hal_nvidia.manifest import MANIFEST
 
     name = "flashinfer-python"
-    wanted = f"{name}{MANIFEST.libraries[name]}"
+    wanted = [f"{name}{MANIFEST.libraries[name]}", VLLM]
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
-    return subprocess.run([*pip, "-d", str(FOLDER), wanted]).returncode
+    return subprocess.run([*pip, "-d", str(FOLDER), *wanted]).returncode
 
 
 if __name__ == "__main__":
