@@ -28,7 +28,10 @@ pytestmark = pytest.mark.skipif(not WHEELS, reason="no FlashInfer wheel; run pyt
 def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The wheel's Python sources of what the adapters call, importable by name."""
     folder = tmp_path_factory.mktemp("flashinfer")
-    wanted = ("flashinfer/norm/", "flashinfer/msa_ops/", "flashinfer/trace/", "flashinfer/__init__.py")
+    wanted = (
+        *("flashinfer/norm/", "flashinfer/msa_ops/", "flashinfer/trace/", "flashinfer/__init__.py"),
+        *("flashinfer/experimental/cake_msa_icp_indexer/", "flashinfer/data/csrc/cake_hopper_msa/"),
+    )
     with zipfile.ZipFile(request.param) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name.startswith(wanted)])
     with standing_in(folder, "flashinfer", "m3hal_nvidia"):
@@ -54,6 +57,26 @@ def test_signatures_are_as_recorded(wheel: Path) -> None:
     called = {symbol.path for impls in MANIFEST.operators.values() for impl in impls for symbol in impl.calls}
     assert {symbol.path for symbol in found} == called
     assert {symbol.path: symbols.difference(symbol) for symbol in found} == dict.fromkeys(called)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("msa_ops/cute_dsl/proxy_score_decode_bf16_sm90.py", "best0 = cute.arch.fmax("),
+        ("msa_ops/cute_dsl/proxy_score_decode_sm90.py", "v = cutlass.max(v, a"),
+        ("msa_ops/cute_dsl/proxy_score_prefill_sm90.py", ".reduce(cute.ReductionOp.MAX"),
+        ("data/csrc/cake_hopper_msa/cake_hopper_msa_e9f9ae0d08ebbf603198_kernel.cu", "= fmaxf(cm[0], fmaxf("),
+        ("experimental/cake_msa_icp_indexer/cake_backend.py", "(no scale, NaN ignored,"),
+        ("msa_ops/proxy_score.py", '"msa_proxy_score requires SM90, SM120 or SM121'),
+        ("msa_ops/_sm90_dispatch.py", '"SM90 proxy-score prefill requires an fp8 e4m3 index cache'),
+        ("msa_ops/_sm90_dispatch.py", "and batch_size * max_seqlen_q == total_q"),
+        ("msa_ops/cake_icp_indexer.py", "float8_e4m3fn ``[T, 4, 128]``"),
+        ("msa_ops/cake_icp_indexer.py", "This rank and the group size (2 or 4)"),
+    ],
+)
+def test_what_is_withheld_is_withheld_for_reasons_that_hold(wheel: Path, file: str, text: str) -> None:
+    """The scorers drop NaN, and have the devices, formats and ranks that the manifest's reason says."""
+    assert text in (wheel / "flashinfer" / file).read_text(), "read it again; block_scores may have become possible"
 
 
 def test_version_is_in_the_declared_range(wheel: Path, request: pytest.FixtureRequest) -> None:
