@@ -22,7 +22,7 @@ from torch import Tensor
 from m3hal.dispatch.errors import ConfigurationError
 from m3hal.formats import QSpec, QTensor
 from m3hal.layouts import KVLayout, PagedCache
-from m3hal.ops import ExpertWeights, QKNorms, SeqMeta
+from m3hal.ops import ExpertLoRA, ExpertWeights, QKNorms, SeqMeta
 from m3hal.shape import Site
 from m3hal_conformance.case import Case, Rng
 from m3hal_conformance.compaction import on_cpu
@@ -32,7 +32,7 @@ from m3hal_conformance.tolerance import calibration
 from m3hal_conformance.trees import map_tensors, tensors
 
 CAPTURE_VERSION = 1
-_CLASSES = {c.__name__: c for c in (PagedCache, KVLayout, SeqMeta, ExpertWeights, QKNorms, QTensor, QSpec)}
+_CLASSES = {c.__name__: c for c in (PagedCache, KVLayout, SeqMeta, ExpertLoRA, ExpertWeights, QKNorms, QTensor, QSpec)}
 #: asked of a replayed call; its memory can't be overwritten with other numbers, there are none
 REPLAYED = ("oracle", "guards", "inputs", "written", "convention", "rerun", "allocates")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -127,5 +127,11 @@ def dtype_of(site: Site) -> torch.dtype:
 
 def case_set_hash(cases: Sequence[Case]) -> str:
     """16 hexadecimal digits over what the cases ask: ids, sites, checks, layouts."""
-    text = "\n".join(f"{c.id} {c.site} {c.checks} {c.layout} {c.input_class} {c.sizes}" for c in cases)
+    text = "\n".join(f"{c.id} {_asked(c.site)} {c.checks} {c.layout} {c.input_class} {c.sizes}" for c in cases)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _asked(site: Site) -> str:
+    """The site without the defaults of what only some engines ask: adding such an attribute changes no other case."""
+    values = {field.name: (getattr(site, field.name), field.default) for field in fields(site)}
+    return f"Site({', '.join(f'{name}={value!r}' for name, (value, usual) in values.items() if value != usual)})"

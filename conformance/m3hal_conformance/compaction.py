@@ -16,7 +16,7 @@ from torch import Tensor
 
 from m3hal.formats import QTensor
 from m3hal.layouts import PagedCache
-from m3hal.ops import ExpertWeights, SeqMeta
+from m3hal.ops import ExpertLoRA, ExpertWeights, SeqMeta
 from m3hal.shape import Site
 from m3hal_conformance.trees import map_tensors
 
@@ -55,7 +55,7 @@ def take(site: Site, inputs: Mapping[str, Any]) -> Taken:
         rows, taken["positions"] = torch.unique(inputs["positions"], return_inverse=True)
         taken["cos_sin"] = inputs["cos_sin"][rows]
     if isinstance(inputs.get("experts"), ExpertWeights):
-        taken["experts"], taken["ids"] = _kept_experts(inputs["experts"], inputs["ids"])
+        taken.update(_kept_experts(inputs["experts"], inputs["ids"], inputs.get("lora")))
         site = replace(site, num_local_experts=len(_codes(taken["experts"].w13)))
     return Taken(site, dict(map_tensors(taken, on_cpu)), pages)
 
@@ -103,7 +103,7 @@ def _kept_pages(cache: PagedCache, pages: Tensor) -> PagedCache:
     return replace(cache, buf=kept.permute([order.index(axis) for axis in range(buf.ndim)]))
 
 
-def _kept_experts(experts: ExpertWeights, ids: Tensor) -> tuple[ExpertWeights, Tensor]:
+def _kept_experts(experts: ExpertWeights, ids: Tensor, lora: ExpertLoRA | None) -> dict[str, Any]:
     """The experts that some token uses, and others up to a multiple of eight."""
     count = len(_codes(experts.w13))
     used = torch.zeros(count, dtype=torch.bool, device=ids.device)
@@ -113,7 +113,7 @@ def _kept_experts(experts: ExpertWeights, ids: Tensor) -> tuple[ExpertWeights, T
     used[spare] = True
     kept = used.nonzero()[:, 0]
     if len(kept) == count:
-        return experts, ids
+        return {"experts": experts, "ids": ids}
     places = (used.cumsum(0) - 1).to(ids.dtype)
     renamed = torch.where(ids >= 0, places[ids.clamp(min=0).long()], ids)
 
@@ -121,7 +121,11 @@ def _kept_experts(experts: ExpertWeights, ids: Tensor) -> tuple[ExpertWeights, T
         per_expert = lambda t: t[kept.to(t.device)] if t.ndim and len(t) == count else t  # noqa: E731
         return map_tensors(weight, per_expert)
 
-    return replace(experts, w13=keep(experts.w13), w2=keep(experts.w2)), renamed
+    found = {"experts": replace(experts, w13=keep(experts.w13), w2=keep(experts.w2)), "ids": renamed}
+    if lora is not None:
+        own = {name: getattr(lora, name)[:, kept.to(lora.a13.device)] for name in ("a13", "b13", "a2", "b2")}
+        found["lora"] = replace(lora, **own)
+    return found
 
 
 def _codes(weight: Tensor | QTensor) -> Tensor:

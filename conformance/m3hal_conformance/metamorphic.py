@@ -12,7 +12,7 @@ from torch import Tensor
 
 from m3hal import ops
 from m3hal.layouts import PagedCache
-from m3hal.ops import ExpertWeights, SeqMeta
+from m3hal.ops import ExpertLoRA, ExpertWeights, SeqMeta
 from m3hal_conformance import oracle as oracles
 from m3hal_conformance.buckets import _is_token_axis
 from m3hal_conformance.checks import _same, check
@@ -140,22 +140,35 @@ def permuted_experts(trial: Trial) -> list[Score]:
     order = torch.arange(len(experts.w13)).flip(0).roll(1)
     ids = trial.inputs["ids"]
     renamed = torch.where(ids < 0, ids, order.argsort()[ids.clamp(min=0).long()].int())
-    inputs = {**trial.inputs, "ids": renamed, "experts": ExpertWeights(experts.w13[order], experts.w2[order])}
+    inputs = {**_of_experts(trial.inputs, order), "ids": renamed}
     return trial.require(trial.call(inputs).outputs, "with its experts renumbered")
+
+
+def _of_experts(inputs: Mapping[str, Any], which: Tensor) -> dict[str, Any]:
+    """The inputs with some experts, in an order, and what their adapters add to them."""
+    experts, lora = inputs["experts"], inputs.get("lora")
+    found = {**inputs, "experts": replace(experts, w13=experts.w13[which], w2=experts.w2[which])}
+    if lora is not None:
+        found["lora"] = replace(lora, **{name: getattr(lora, name)[:, which] for name in ("a13", "b13", "a2", "b2")})
+    return found
 
 
 @check
 def expert_slices(trial: Trial) -> list[Score]:
-    """Each rank of expert parallelism computes its own share: local ids from 0, -1 for what lies elsewhere."""
+    """Each rank of expert parallelism computes its own share: local ids from 0, -1 for what lies elsewhere.
+
+    The first rank holds the shared expert.
+    """
     experts, ids = trial.inputs["experts"], trial.inputs["ids"]
     half = len(experts.w13) // 2
     scores = []
     total = torch.zeros(trial.exact["out"].shape, dtype=torch.float64)
     for rank in range(2):
         mine = (ids >= rank * half) & (ids < (rank + 1) * half)
-        part = ExpertWeights(experts.w13[rank * half :][:half].clone(), experts.w2[rank * half :][:half].clone())
         local = torch.where(mine, ids - rank * half, -1)
-        inputs = {**trial.inputs, "ids": local, "experts": part}
+        inputs = {**_of_experts(trial.inputs, torch.arange(rank * half, (rank + 1) * half)), "ids": local}
+        if rank:
+            inputs["experts"] = replace(inputs["experts"], shared=None)
         oracle = oracles.exact(trial.operator, trial.case.site, inputs)
         total += oracle["out"]
         sub = replace_exact(trial, oracle)
@@ -175,7 +188,7 @@ def packed_once(trial: Trial) -> None:
     if bound.unpack is not None:
         back = dict(tensors(bound.unpack(packed)))
         for name, tensor in tensors(experts):
-            if not torch.equal(back[name].cpu(), tensor):
+            if name not in back or not torch.equal(back[name].cpu(), tensor):
                 raise CheckFailed(f"unpack(prepare_weights(w)) has another {name} than w")
     try:
         twice = bound.prepare_weights(packed)
@@ -192,7 +205,7 @@ def packed_once(trial: Trial) -> None:
 def updated_weights(trial: Trial) -> list[Score] | None:
     """Experts replaced inside the packed weights, in place, give what packing them anew gives; others stay.
 
-    Two in the middle, then the last one alone, then the first three.
+    Two in the middle, then the last one alone, then the first three, then one with the shared expert, if there is one.
     """
     bound, inputs = trial.bound, trial.inputs
     if bound.prepare_weights is None or bound.update_weights is None:
@@ -205,16 +218,39 @@ def updated_weights(trial: Trial) -> list[Score] | None:
     if bound.workspace_bytes:
         options["workspace"] = torch.zeros(bound.workspace_bytes, dtype=torch.uint8, device=trial.device)
     scores: list[Score] = []
-    for first, count in ((2, 2), (len(mixed.w13) - 1, 1), (0, 3)):
-        part = map_tensors(fresh, partial(_rows_of, first, count))
-        bound.update_weights(packed, first, part)
-        for (_, target), (_, source) in zip(tensors(mixed), tensors(part), strict=True):
+    for first, count in ((2, 2), (len(mixed.w13) - 1, 1), (0, 3), *([(1, 1)] if fresh.shared else [])):
+        part = map_tensors(replace(fresh, shared=None), partial(_rows_of, first, count))
+        for (_, target), (_, source) in zip(tensors(replace(mixed, shared=None)), tensors(part), strict=True):
             target[first : first + count] = source.cpu()
+        if (first, count) == (1, 1):
+            part, mixed = (
+                replace(part, shared=fresh.shared),
+                replace(mixed, shared=_on(fresh.shared, torch.device("cpu"))),
+            )
+        bound.update_weights(packed, first, part)
         oracle = oracles.exact(trial.operator, trial.case.site, {**inputs, "experts": mixed})
         out = bound.run(*arguments, **options)
         what = f"after experts {first} to {first + count - 1} were updated in place"
         scores += replace_exact(trial, oracle).require({"out": out.cpu()}, what)
     return scores
+
+
+@check
+def without_lora(trial: Trial) -> None:
+    """Where no token has an adapter, the bits are those of a call without adapters, given or left out."""
+    plain = trial.call({**trial.inputs, "lora": None}).outputs
+    _same(plain, trial.first.outputs, "with adapters that no token takes, the result differs from one without any")
+    left_out = trial.call({name: value for name, value in trial.inputs.items() if name != "lora"}).outputs
+    _same(plain, left_out, "with lora left out, the result differs from one with None")
+
+
+@check
+def unforced(trial: Trial) -> None:
+    """Where no row is forced, the bits are those of a call without forced ids, given or left out."""
+    plain = trial.call({**trial.inputs, "forced_ids": None}).outputs
+    _same(plain, trial.first.outputs, "with forced_ids of -1 alone, the result differs from one without any")
+    left_out = trial.call({name: value for name, value in trial.inputs.items() if name != "forced_ids"}).outputs
+    _same(plain, left_out, "with forced_ids left out, the result differs from one with None")
 
 
 @check
@@ -294,6 +330,8 @@ def _take(trial: Trial, inputs: Mapping[str, Any], rows: Tensor) -> dict[str, An
     def pick(name: str, value: Any) -> Any:
         if isinstance(value, Tensor) and trial.operator.name == "merge_topk" and name in ("scores", "ids"):
             return value[:, rows]
+        if isinstance(value, ExpertLoRA):
+            return replace(value, adapters=value.adapters[rows])
         return value[rows] if isinstance(value, Tensor) and _is_token_axis(trial.operator, name) else value
 
     return {name: pick(name, value) for name, value in inputs.items()}
