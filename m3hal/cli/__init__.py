@@ -17,6 +17,7 @@ from types import ModuleType
 from m3hal import __version__
 from m3hal.cli import (
     backends,
+    bench,
     bisect,
     capacity,
     claim,
@@ -48,6 +49,7 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
     "conform": conform,
     "claim": claim,
+    "bench": bench,
     "replay": replay,
     "bisect": bisect,
     "new-backend": new_backend,

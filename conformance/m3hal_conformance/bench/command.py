@@ -1,0 +1,157 @@
+"""``m3hal bench``: the part that needs torch. The command line's own file only parses."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from m3hal.cli.output import emit
+from m3hal.dispatch import Policy
+from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
+from m3hal_conformance.bench import clock, table, vllm_peer
+from m3hal_conformance.bench.bench import Bench
+from m3hal_conformance.bench.rows import operators, rows
+from m3hal_conformance.bench.table import Measured
+from m3hal_conformance.bench.work import Row, Work, Wrong
+from m3hal_conformance.claim import environment
+from m3hal_conformance.command import device_of
+from m3hal_conformance.trial import Unsupported
+
+PEERS = ("vllm",)
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Measures the rows and writes what was asked for. 0: all right, 1: an output was wrong or a call failed."""
+    chosen = _chosen(options.op)
+    device = device_of(options.device)
+    backend = options.backend or Policy.resolve().on(device).backend
+    peer, absent = vllm_peer.find(options.peer) if options.peer else (None, "")
+    made = Bench(device, backend, peer, options.small or device.partition(":")[0] not in ("cuda", "hip"))
+    if made.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"bench has no clock for {device}; it measures on CPUs and on CUDA and ROCm GPUs.")
+    known = [row for name in chosen for row in rows(name, made.small)]
+    picked = [row for row in known if all(part in row.case for part in options.case)]
+    if not picked:
+        raise ConfigurationError(f"no row's case contains {' and '.join(map(repr, options.case))}.")
+    if options.list:
+        emit(options, [{"operator": r.operator, "case": r.case} for r in picked],
+             "\n".join(f"{r.operator}  {r.case}" for r in picked))  # fmt: skip
+        return 0
+    ceilings = {} if options.check_only else clock.ceilings(made.device)
+    runs = 0 if options.check_only else options.runs
+    measured = list(_measured(made, picked, ceilings, runs, quiet=options.json))
+    return _told(options, measured, made, device, ceilings, absent)
+
+
+def _chosen(names: Sequence[str]) -> list[str]:
+    known = operators()
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ConfigurationError(f"{name!r} has no rows.{hint} Those with rows: {', '.join(known)}.")
+    return list(names) or known
+
+
+def _measured(
+    bench: Bench, picked: Sequence[Row], ceilings: dict[str, float], runs: int, quiet: bool
+) -> Iterator[Measured]:
+    """Each row in turn; progress goes to stderr."""
+    for number, row in enumerate(picked, 1):
+        begin = time.perf_counter()
+        result = measure(bench, row, ceilings, runs)
+        if not quiet:
+            told = "  ".join(part for part in table.line(result) if part)
+            took = time.perf_counter() - begin
+            print(f"[{number}/{len(picked)} {took:.1f} s] {told}", file=sys.stderr, flush=True)
+        yield result
+
+
+def measure(bench: Bench, row: Row, ceilings: dict[str, float], runs: int) -> Measured:
+    """One row: outputs first, then ``runs`` interleaved runs of every candidate; 0: outputs only."""
+    try:
+        work = row.prepare(bench)
+        errors = _checked(work)
+        clock.warm(work.calls, bench.device)
+        times = clock.measure(work, bench.device, runs) if runs else {}
+    except Wrong as error:
+        return Measured(row.operator, row.case, "wrong", str(error))
+    except Unsupported as error:
+        return Measured(row.operator, row.case, "unsupported", str(error))
+    except M3halError:  # the request can't be served at all
+        raise
+    except Exception as error:  # a row's fault ends no table
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        return Measured(row.operator, row.case, "failed", f"{type(error).__name__}: {error} ({place})")
+    finally:
+        if bench.device.type == "cuda":
+            torch.cuda.synchronize()
+    us = clock.medians(times)
+    rivals = {name: t for name, t in us.items() if name != "m3hal"}
+    best = min(rivals, key=lambda name: rivals[name], default="")
+    ours = us.get("m3hal")
+    floor = work.floor.microseconds(ceilings) if work.floor and runs else None
+    return Measured(
+        row.operator,
+        row.case,
+        "measured" if runs else "checked",
+        us=us,
+        spread={name: (max(found) - min(found)) / us[name] for name, found in times.items()},
+        runs=runs,
+        floor_us=floor,
+        share=floor / ours if floor and ours else None,
+        ratio=rivals[best] / ours if best and ours else None,
+        best=best,
+        errors=errors,
+        peer_absent=work.absent,
+        facts=work.facts,
+    )
+
+
+def _checked(work: Work) -> dict[str, float]:
+    """How far each candidate's output is from the exact one. Raises Wrong beyond the limit."""
+    errors = {}
+    for name, check in work.checks.items():
+        work.calls[name][0]()
+        errors[name] = check()
+        if not errors[name] <= work.limit:
+            raise Wrong(f"the output of {name} is {errors[name]:.3g} from the exact one; the limit is {work.limit:g}")
+    return errors
+
+
+def _told(
+    options: argparse.Namespace,
+    found: Sequence[Measured],
+    bench: Bench,
+    device: str,
+    ceilings: dict[str, float],
+    absent: str,
+) -> int:
+    command = shlex.join(["m3hal", *sys.argv[1:]]) if options.is_command_line else "m3hal bench"
+    machine: dict[str, Any] = {"device": device, "backend": bench.runner.backend, **environment(device)}
+    if absent:
+        machine["peer_absent"] = absent
+    written = table.to_json(found, machine, ceilings, command)
+    if options.json:
+        print(written, end="")
+    else:
+        rates = "  ".join(f"{name} {value:.3g}" for name, value in ceilings.items())
+        print(f"{table.text(found)}\n\nmicroseconds, medians of {options.runs} interleaved runs; ceilings: {rates}")
+        if absent:
+            print(f"no peer: {absent}")
+    if options.out:
+        Path(options.out).write_text(written)
+    if options.png:
+        told = table.picture(found, Path(options.png), f"{device}, {bench.runner.backend}")
+        print(told or f"wrote {options.png}", file=sys.stderr)
+    if all(row.status == "unsupported" for row in found):
+        raise UnsupportedError(f"{bench.runner.backend} serves none of these rows on {device}: {found[0].reason}.")
+    return 1 if any(row.status in ("wrong", "failed") for row in found) else 0

@@ -1,0 +1,214 @@
+"""m3hal bench: its rows, its floors, what it does with a wrong output, and the command on a CPU."""
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from m3hal_conformance.bench import Bench, Floor, Row, Work, Wrong, clock, table
+from m3hal_conformance.bench.bench import alone, nbytes, relative, sample
+from m3hal_conformance.bench.command import measure
+from m3hal_conformance.bench.rows import operators, rows
+from m3hal_conformance.bench.vllm_peer import find
+from m3hal_conformance.trial import Unsupported
+
+from m3hal import ops
+from m3hal.cli import main
+from m3hal.ops import ExpertWeights
+
+RATES = {"copy_GBps": 100.0, "read_GBps": 200.0, "bfloat16_TFLOPs": 1.0}
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The definitions on this CPU."""
+    return Bench("cpu", "reference", small=True)
+
+
+def row(work):
+    """A row of given work."""
+    return Row("rms_norm", "made up", lambda bench: work)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_rows_are_found_and_told_apart(small):
+    """Every module of rows is in the table, of an operator or a sequence of them, with titles that differ."""
+    for name in operators():
+        found = list(rows(name, small))
+        assert found
+        assert {r.operator for r in found} == {name}
+        assert len({r.case for r in found}) == len(found)
+    assert set(operators()) - set(ops.NAMES) == {"msa"}
+
+
+@pytest.mark.parametrize("name", operators())
+def test_the_definitions_pass_their_rows(bench, name):
+    """Every small row's output is checked and right, so that a wrong one is the implementation's."""
+    picked = [one for one in rows(name, True) if "TP1" not in one.case]
+    for one in picked[:: max(1, len(picked) // 3)]:
+        found = measure(bench, one, {}, 0)
+        assert found.status == "checked", found
+        assert found.errors or name == "msa"
+
+
+def test_a_row_has_its_median_floor_share_and_ratio(bench):
+    """The ratio is of the best rival to ours, whatever the order; the share is of the floor that ours reaches."""
+    pause = {"m3hal": 2e-3, "slow": 4e-3, "fast": 1e-3}
+    import time
+
+    work = Work({name: [lambda s=s: time.sleep(s)] for name, s in pause.items()}, Floor(read=200_000 * 500))
+    found = measure(bench, row(work), RATES, 5)
+    assert (found.status, found.runs, found.best, found.floor_us) == ("measured", 5, "fast", 500.0)
+    assert found.ratio == pytest.approx(found.us["fast"] / found.us["m3hal"])
+    assert found.share == pytest.approx(500 / found.us["m3hal"])
+    assert 0.3 < found.ratio < 0.8
+
+
+def test_candidates_take_turns():
+    """Interleaved: a drift of the clocks meets all alike."""
+    order = []
+    work = Work({name: [lambda name=name: order.append(name)] for name in ("m3hal", "vllm")}, None)
+    times = clock.measure(work, torch.device("cpu"), 5)
+    assert order == ["m3hal", "vllm"] * 5
+    assert {name: len(found) for name, found in times.items()} == {"m3hal": 5, "vllm": 5}
+
+
+@pytest.mark.parametrize(
+    ("floor", "expected"),
+    [
+        (Floor(read=200_000), 1.0),
+        (Floor(read=50_000, written=50_000), 1.0),
+        (Floor(read=200_000, flops=5e6), 5.0),
+        (Floor(flops=5e6, unit="float8"), None),
+        (Floor(), None),
+    ],
+)
+def test_floor(floor, expected):
+    """The larger of bytes over bandwidth and operations over their rate; none where the rate was not measured."""
+    assert floor.microseconds(RATES) == expected
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "told"),
+    [
+        (lambda: 0.02, "wrong", "0.02 from the exact one; the limit is 0.01"),
+        (lambda: float("nan"), "wrong", "nan from the exact one"),
+        (lambda: (_ for _ in ()).throw(Wrong("ids must ascend")), "wrong", "ids must ascend"),
+        (lambda: 1 / 0, "failed", "ZeroDivisionError: division by zero (test_bench.py:"),
+        (lambda: (_ for _ in ()).throw(Unsupported("it has no such format")), "unsupported", "no such format"),
+        (lambda: 0.01, "checked", ""),
+    ],
+)
+def test_what_becomes_of_a_row(bench, check, status, told):
+    """A wrong output is told and not timed; a fault of one row does not end the table."""
+    found = measure(bench, row(Work({"m3hal": [lambda: None]}, None, {"m3hal": check})), {}, 0)
+    assert found.status == status
+    assert told in found.reason
+    assert not found.us
+
+
+def test_tokens_alone_see_what_they_saw(bench):
+    """A token asked as a request of its own gives the row that it has in its batch."""
+    site = bench.site(tensor_parallel=4)
+    (meta,) = bench.batches(20, 2, 7, 300)
+    q, kv = bench.normal(14, site.num_q_heads, 128), bench.cache("bfloat16", 20, 1, True)
+    ids = bench.random_ids(meta.positions(14), 1, 16)
+    whole, some = bench.exact("sparse_attention", site, q, kv, ids, meta), sample(14)
+    single = bench.exact("sparse_attention", site, q[some], kv, ids[some], alone(meta, some))
+    assert some == [0, 4, 13]
+    assert relative(whole[some], single.double()) < 1e-2
+
+
+def test_an_unwritten_number_is_infinitely_far():
+    """Poison that stays is no small error."""
+    assert relative(torch.full((2, 4), float("nan")), torch.ones(2, 4)) == float("inf")
+
+
+def test_bytes_of_experts():
+    """Codes, scales and the shared expert count."""
+    weights = ExpertWeights(torch.zeros(2, 8, 4), torch.zeros(2, 4, 4), shared=ExpertWeights(*torch.zeros(2, 1, 4, 4)))
+    assert nbytes(weights) == 4 * (64 + 32 + 16 + 16)
+
+
+@pytest.mark.parametrize(("installed", "told"), [("0.32.0", "0.32.0 is installed"), (None, "not importable here")])
+def test_without_the_peer_the_table_says_why(installed, told, monkeypatch):
+    """An absent or older peer is a reason, not an error; nothing of it is imported."""
+
+    def version(name):
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    found, reason = find("vllm")
+    assert found is None
+    assert told in reason
+
+
+def test_picture(monkeypatch, tmp_path):
+    """A PNG where matplotlib is, and otherwise a sentence that says how to get one."""
+    shown = [table.Measured("rms_norm", "1", "measured", us={"m3hal": 2.0}, share=0.5)]
+    told = table.picture(shown, tmp_path / "a.png", "title")
+    assert told is None or "pip install" in told
+    assert (tmp_path / "a.png").exists() == (told is None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'm3hal-conformance[bench]'" in table.picture(shown, tmp_path / "b.png", "title")
+
+
+def test_command(tmp_path, capsys):
+    """The table on a CPU, with bars, and the same in JSON."""
+    out = tmp_path / "rows.json"
+    options = ["--device", "cpu", "--backend", "reference", "--op", "topk_blocks", "--runs", "5", "--peer", "vllm"]
+    assert main(["bench", *options, "--out", str(out)]) == 0
+    printed, made = capsys.readouterr(), json.loads(out.read_text())
+    assert "topk_blocks  prefill TP1" in printed.out
+    assert "[1/2" in printed.err
+    assert len(made["rows"]) == 2
+    assert {"operator", "case", "us", "floor_us", "share", "errors"} <= set(made["rows"][0])
+    assert made["ceilings"]["copy_GBps"] > 0
+    assert "peer_absent" in made["machine"] or "vllm" in made["rows"][0]["us"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        (["--device", "cuda:sm_90"], 3, "this machine has no cuda:sm_90"),
+        (["--device", "cpu", "--backend", "triton", "--op", "topk_blocks"], 3, "not on cpu"),
+        (["--device", "cpu", "--op", "sparse_atention"], 2, "Did you mean 'sparse_attention'?"),
+        (["--device", "cpu", "--case", "nothing"], 2, "no row's case contains 'nothing'"),
+        (["--device", "cpu", "--op", "msa", "--list"], 0, ""),
+    ],
+)
+def test_exit_codes(options, code, told, capsys):
+    """0 done, 2 the request means nothing, 3 it can't be served here, each refusal in one sentence."""
+    if torch.cuda.is_available():
+        pytest.skip("refusals of a machine without a GPU")
+    assert main(["bench", *options]) == code
+    error = capsys.readouterr().err
+    assert told in error
+    assert not told or len(error.strip().splitlines()) == 1
+
+
+def test_a_wrong_output_is_exit_code_1(monkeypatch, capsys):
+    """Whoever runs it in CI sees it."""
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: torch.full_like(self, 2.0, dtype=torch.float32))
+    assert main(["bench", "--device", "cpu", "--backend", "reference", "--op", "topk_blocks", "--check-only"]) == 1
+    assert "wrong" in capsys.readouterr().out
+
+
+def test_fewer_than_five_runs_are_refused(capsys):
+    """A median of three is none."""
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--runs", "3"])
+    assert ended.value.code == 2
+    assert "5 runs or more" in capsys.readouterr().err
+
+
+def test_the_command_line_needs_no_torch():
+    """The core's file only parses."""
+    import m3hal.cli.bench as module
+
+    assert "torch" not in Path(module.__file__).read_text()
