@@ -19,30 +19,34 @@ import torch
 
 from m3hal import ops
 from m3hal.ops import Operator
+from m3hal_conformance import legitimate, legitimate_ranks
 from m3hal_conformance import oracle as oracles
 from m3hal_conformance.case import Case
 from m3hal_conformance.compare import Score, compare
 from m3hal_conformance.harness import Named, cloned, named
-from m3hal_conformance.legitimate import EVALUATIONS
 from m3hal_conformance.oracle import BITWISE, UncalibratedError
-from m3hal_conformance.ranks import on_ranks
+from m3hal_conformance.ranks import on_ranks, rank_count
 from m3hal_conformance.sizes import CPU
 from m3hal_conformance.suite import all_cases
 from m3hal_conformance.tolerance import PATH, is_unbounded, key_of
 
 SEEDS = (0, 1, 2)
+EVALUATIONS = {**legitimate.EVALUATIONS, **legitimate_ranks.EVALUATIONS}
 _ATTENTION = ("sparse_attention", "paged_attention")
 _SCORES = ("block_scores", "select_blocks")
-_PRODUCTS = ("linear", "moe_experts")
+_EXPERTS = ("moe_experts", "mega_moe")
+_PRODUCTS = ("linear", *_EXPERTS)
 _INSERTS = ("qk_norm_rope_insert", "qkv_norm_rope_insert")
 #: the traits that an evaluation can take, and the operators whose evaluation does
 _EVALUATED = {
-    "mma_accum": (*_PRODUCTS, *_SCORES, *_ATTENTION, "qkv_norm_rope_insert"),
+    "mma_accum": (*_PRODUCTS, *_SCORES, *_ATTENTION, "qkv_norm_rope_insert", "draft_block_sample"),
     "p_dtype": _ATTENTION,
     "q_dtype": (*_ATTENTION, *_SCORES),
     "kv_dequant_round": (*_ATTENTION, *_SCORES),
     "activation_format": (*_PRODUCTS, "qkv_norm_rope_insert"),
-    "add_norm_round": ("add_rms_norm",),
+    "add_norm_round": ("add_rms_norm", "allreduce_add_rms_norm"),
+    "reduce_dtype": ("allreduce_add_rms_norm", "mega_moe"),
+    "logits_round": ("draft_block_sample",),
     "qkv_round": ("qkv_norm_rope_insert",),
     "norm_rope_round": _INSERTS,
     "rope_table": ("rope_partial", *_INSERTS),
@@ -50,8 +54,8 @@ _EVALUATED = {
     "nvfp4_quantizer": _INSERTS,
     "mx_scale_rule": _INSERTS,
     "double_rounding": _INSERTS,
-    "combine_dtype": ("moe_experts",),
-    "shared_activation_format": ("moe_experts",),
+    "combine_dtype": _EXPERTS,
+    "shared_activation_format": _EXPERTS,
 }
 _STORED = ("fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4")
 _E4M3 = {"p_dtype": "e4m3x448", "q_dtype": "e4m3"}
@@ -72,7 +76,7 @@ _TOGETHER: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]] = {
         ),
         *({"activation_format": "nvfp4", "nvfp4_quantizer": how} for how in ("reciprocal", "token_global")),
     ),
-    ("moe_experts",): (
+    _EXPERTS: (
         *(
             {"activation_format": routed, "shared_activation_format": shared}
             for routed, shared in (*((f, f) for f in _STORED), ("nvfp4", "mxfp8"), ("mxfp4", "mxfp8"))
@@ -87,6 +91,10 @@ _TOGETHER: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]] = {
             )
         ),
     ),
+    ("allreduce_add_rms_norm",): tuple(
+        {"reduce_dtype": how, "add_norm_round": "bfloat16"} for how in ("bfloat16", "bfloat16_stepwise")
+    ),
+    ("mega_moe",): tuple({"activation_format": f, "reduce_dtype": "bfloat16"} for f in _STORED),
     ("qk_norm_rope_insert",): ({"norm_rope_round": "bfloat16", "rope_table": "bfloat16"},),
     ("qkv_norm_rope_insert",): ({"qkv_round": "bfloat16", "norm_rope_round": "bfloat16"},),
 }
@@ -134,8 +142,10 @@ def own_errors(case: Case, seed: int, traits: Mapping[str, str], oracle: str) ->
 
 def _evaluate(operator: Operator, case: Case, inputs: Mapping[str, Any], traits: Mapping[str, str]) -> Named:
     given = cloned(inputs) if not case.lazy else dict(inputs)
-    if operator.name == "select_blocks":
-        return {"out": EVALUATIONS["block_scores"](case.site, traits, *given.values())}
+    if operator.name == "select_blocks":  # with a group every rank gives the same
+        scored = [value for name, value in given.items() if name != "group"]
+        scores = EVALUATIONS["block_scores"](case.site, traits, *scored)
+        return {"out": scores.repeat(rank_count(given), 1, 1)}
     returned = on_ranks(partial(EVALUATIONS[operator.name], case.site, traits), given)
     return named(operator, returned, {name: given[name] for name in operator.mutates if given[name] is not None})
 

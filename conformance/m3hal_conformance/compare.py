@@ -267,6 +267,12 @@ def _route(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Sco
     return [found, rows("weights", weights, wanted, bounds("weights", "row"))]
 
 
+def _draft(site: Site, actual: Named, oracle: Named, bounds: Bounds) -> list[Score]:
+    from m3hal_conformance.drafted import drafted  # it is made of this module's scores
+
+    return drafted(actual, oracle, bounds)
+
+
 def _route_ids(ids: Tensor, choice: Tensor, oracle: Tensor, bound: float, forced: Tensor) -> Score:
     worst, experts = Score("ids", "regret", 0.0, bound), choice.shape[-1]
     for (token,) in _indices(ids.shape[:1]):
@@ -300,6 +306,7 @@ _SPECIAL: dict[str, Callable[[Site, Named, Named, Bounds], list[Score]]] = {
     "topk_blocks": _topk,
     "merge_topk": _topk,
     "route_topk": _route,
+    "draft_block_sample": _draft,
 }
 
 

@@ -24,6 +24,8 @@ OUTPUTS: Mapping[str, tuple[str, ...]] = {
     "route_topk": ("weights", "ids"),
     "qk_norm_rope_insert": ("q", "index_q"),
     "qkv_norm_rope_insert": ("q", "index_q"),
+    "allreduce_add_rms_norm": ("out", "residual_out"),
+    "draft_block_sample": ("tokens", "logits", "confidence"),
     "kv_read": ("k", "v"),
     "sparse_attention": ("out", "lse"),
     "paged_attention": ("out", "lse"),

@@ -215,7 +215,22 @@ def moe_experts(
     experts: ExpertWeights,
     lora: ExpertLoRA | None = None,
 ) -> Tensor:
-    """Hidden activations are rounded to x's dtype, as the second product's operands must be; so are those of rank r."""
+    return combined(site, traits, x, weights, ids, experts, lora).to(x.dtype)
+
+
+def combined(
+    site: Site,
+    traits: Traits,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    experts: ExpertWeights,
+    lora: ExpertLoRA | None = None,
+) -> Tensor:
+    """The experts' sum before its rounding.
+
+    Hidden activations are rounded to x's dtype, as the second product's operands must be; so are those of rank r.
+    """
     combine = getattr(torch, traits.get("combine_dtype", "float32"))
     rows = _rounded(x, experts.x_scale, traits)
     hidden_scale = _hidden_scale(experts, site.limit, site.beta, traits)
@@ -237,7 +252,7 @@ def moe_experts(
     if experts.shared is not None:
         own_traits = {**traits, "activation_format": traits.get("shared_activation_format", "given")}
         out = (out.float() + _shared(site, own_traits, x, experts.shared)).to(combine)
-    return out.to(x.dtype)
+    return out
 
 
 def _delta(x: Tensor, a: Tensor, b: Tensor, lora: ExpertLoRA, token: Tensor, traits: Traits) -> Tensor:

@@ -22,7 +22,7 @@ from m3hal.ops import ExpertWeights, Operator, Trait
 from m3hal.shape import Site
 from m3hal_conformance.decoder import Part
 from m3hal_conformance.harness import Named, cloned, named, widened
-from m3hal_conformance.ranks import PerRank, on_ranks
+from m3hal_conformance.ranks import PerRank, by_rank, on_ranks, rank_count
 from m3hal_conformance.storage import vectors
 
 Run = Callable[..., Any]
@@ -65,7 +65,7 @@ def concerning(operator: Operator, site: Site, inputs: Mapping[str, Any], traits
     """The declared traits without those that speak of a storage format which neither site nor inputs have."""
     activations = traits.get("activation_format", site.activation_format)
     formats = {cache.layout.format for cache in inputs.values() if isinstance(cache, PagedCache)}
-    if operator.name in ("quantize", "linear", "moe_experts", "qkv_norm_rope_insert"):
+    if operator.name in ("quantize", "linear", "moe_experts", "mega_moe", "qkv_norm_rope_insert"):
         formats.add(site.activation_format if operator.name == "quantize" else activations)
     if site.shared_intermediate_size:
         formats.add(traits.get("shared_activation_format", ""))
@@ -250,7 +250,8 @@ def _select(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits)
         inputs["index_q"], inputs["index_cache"], inputs["meta"], block_size=site.block_size, traits=scored
     )
     visible = inputs["meta"].positions(len(inputs["index_q"])) // site.block_size + 1
-    return {"out.scores": scores, "out.visible": visible}
+    ranks = rank_count(inputs)  # every rank gives the same
+    return {"out.scores": scores.repeat(ranks, 1, 1), "out.visible": visible.repeat(ranks)}
 
 
 def _ranked(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
@@ -259,7 +260,33 @@ def _ranked(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits)
     return {"out.scores": inputs["scores"].double(), "out.visible": inputs["visible_blocks"].long()}
 
 
+def _all_reduced(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
+    """In fp32 a sum of shares is exact to a last place of their sizes; bf16 hides in which order they are summed."""
+    if site.dtype != "float32":
+        return {}
+    ranks = by_rank(inputs)
+    size = torch.stack([own["x"].abs() for own in ranks]).sum(0) + ranks[0]["residual"].abs()
+    inverse = torch.rsqrt(found["residual_out"].square().mean(-1, keepdim=True) + site.eps)
+    every = torch.cat([size] * len(ranks))
+    unit = every * inverse * (site.weight_offset + ranks[0]["weight"]).abs()
+    return {f"{name}.unit": t.nan_to_num(nan=0.0, posinf=0.0) for name, t in (("residual_out", every), ("out", unit))}
+
+
+def _drafted(site: Site, inputs: Mapping[str, Any], found: Named, traits: Traits) -> Named:
+    """What a token's successor depends on, so that each is judged by the token that an implementation chose before."""
+    head = inputs["head"]
+    rounding = ("float32", "bias_bfloat16", "bfloat16").index(traits.get("logits_round", "float32"))
+    needed = {
+        **{name: inputs[name] for name in ("base_logits", "hidden", "previous", "noise")},
+        **{name: getattr(head, name) for name in ("w1", "w2", "d2t", "confidence")},
+        "rounding": torch.tensor(rounding),
+    }
+    return {f"tokens@{name}": value for name, value in needed.items() if value is not None}
+
+
 _EXTRA = {
+    "allreduce_add_rms_norm": _all_reduced,
+    "draft_block_sample": _drafted,
     "rope_partial": _rope,
     "qk_norm_rope_insert": _insert,
     "swiglu_oai": _swiglu,

@@ -32,15 +32,17 @@ class Deserted(RuntimeError):
 def run_ranks(size: int, call: Callable[[Group], T]) -> list[T]:
     """``call(group)`` on each of ``size`` ranks at once; what they returned, in the order of the ranks.
 
-    Raises what the lowest rank raised that was not merely deserted by another.
+    Whether gradients are recorded is as it is here: torch knows that by thread. Raises what the lowest rank raised that was not merely deserted by another.
     """
     meeting = _Meeting(size)
     returned: dict[int, T] = {}
     raised: dict[int, BaseException] = {}
+    is_inference, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def rank(index: int) -> None:
         try:
-            returned[index] = call(_Rank(index, meeting))
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(records):
+                returned[index] = call(_Rank(index, meeting))
         except BaseException as error:
             raised[index] = error
         finally:

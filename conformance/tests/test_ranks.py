@@ -91,3 +91,12 @@ def test_arguments_of_ranks() -> None:
     assert of_rank({"x": 1, "group": None}, None) == {"x": 1, "group": None}
     with pytest.raises(ValueError, match="same ranks"):
         rank_count({"x": PerRank((1, 2)), "y": PerRank((1, 2, 3))})
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_ranks_record_gradients_as_their_caller_does(mode: Any) -> None:
+    """torch keeps that by thread."""
+    with mode():
+        wanted = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+        found = run_ranks(2, lambda group: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+    assert found == [wanted] * 2

@@ -56,7 +56,7 @@ def mega_moe(
     run: Callable[..., torch.Tensor] = partial(moe_experts, alpha=alpha, beta=beta, limit=limit, traits=traits)
     if traits.get("reduce_dtype") == "bfloat16":
         run = _then_rounded(run)
-    wide, bank = x.to(compute), replace(experts, shared=None)
+    wide, bank = x.to(compute).contiguous(), replace(experts, shared=None)
     total = _routed(run, wide, weights, ids, bank, ranks(group), num_local_experts)
     if experts.shared is not None:
         total = total + _shared(wide, experts.shared, _Activation(alpha, beta, limit), traits)

@@ -32,6 +32,9 @@ _TYPICAL: Mapping[str, str] = {
     "qk_norm_rope_insert": "page_boundaries",
     "qkv_norm_rope_insert": "page_boundaries",
     "select_blocks": "chunks",
+    "allreduce_add_rms_norm": "alone",
+    "mega_moe": "alone",
+    "draft_block_sample": "sampled",
 }
 #: operator -> another case of it, small
 _ANOTHER: Mapping[str, str] = {
@@ -55,6 +58,9 @@ _ANOTHER: Mapping[str, str] = {
     "qk_norm_rope_insert": "tokens_equal_heads",
     "qkv_norm_rope_insert": "tokens_equal_heads",
     "select_blocks": "tokens_equal_heads",
+    "allreduce_add_rms_norm": "ranks_2",
+    "mega_moe": "uneven_routed",
+    "draft_block_sample": "rank_16",
 }
 #: question -> its checks
 _ASKED: Mapping[str, tuple[str, ...]] = {
