@@ -35,7 +35,7 @@ from m3hal_conformance.sizes import CPU, DEVICE, Sizes, sizes_of
 from m3hal_conformance.trees import tensors
 from m3hal_conformance.trial import CheckFailed, Trial, Unsupported
 
-for _module in ("metamorphic", "engine", "repeats"):  # importing them registers their checks
+for _module in ("metamorphic", "engine", "repeats", "alone", "meeting"):  # importing them registers their checks
     importlib.import_module(f"m3hal_conformance.{_module}")
 _HERE = Path(__file__).parent
 #: of a composition: its parts hand each other tensors that the functional definitions make

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from m3hal import ops
+from m3hal._lazy import torch
 from m3hal.dispatch.manifest import Kernel
 from m3hal.shape import Site
 
@@ -59,8 +61,8 @@ def _packing(operator: ops.Operator, parts: Mapping[str, Bound]) -> dict[str, An
     return {}
 
 
-class _Desk:
-    """Where the running composition leaves its workspace for its parts."""
+class _Desk(threading.local):
+    """Where the running composition leaves its workspace for its parts; its own for each thread, as ranks may be."""
 
     workspace: Any = None
 
@@ -72,10 +74,18 @@ def _adapted(name: str, part: Bound, desk: _Desk) -> Callable[..., Any]:
         return run
 
     def adapted(*inputs: Any) -> Any:
-        given = tuple(x.plans.get(name, x) if isinstance(x, PlannedBatch) else x for x in inputs)
+        given = tuple(_batch(name, part, x) if isinstance(x, ops.SeqMeta) else x for x in inputs)
         return run(*given, workspace=desk.workspace) if wants_workspace else run(*given)
 
     return adapted
+
+
+def _batch(name: str, part: Bound, meta: ops.SeqMeta) -> Any:
+    """What a part gets in place of the batch: its plan, made just now for one that the composition cut out itself."""
+    if part.plan_batch is None or isinstance(meta, PlannedBatch):
+        return meta.plans.get(name, meta) if isinstance(meta, PlannedBatch) else meta
+    size, device = part.plan_bytes, meta.cu_q.device
+    return part.plan_batch(meta, torch.empty(size, dtype=torch.uint8, device=device) if size else None)
 
 
 def _planner(parts: Mapping[str, Bound]) -> Callable[[Any, Any], PlannedBatch]:

@@ -14,6 +14,8 @@ def all_cases() -> tuple[Case, ...]:
     """Every case, in the order of the operators."""
     from m3hal_conformance.suite import (
         attention,
+        context_parallel,
+        drafting,
         engine,
         expert_lora,
         experts,
@@ -31,16 +33,18 @@ def all_cases() -> tuple[Case, ...]:
         qkv_insert,
         quantised,
         ranking,
+        ranks,
         rope_activation,
         shared_expert,
         shipped,
         stored_caches,
     )
 
-    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, hidden, experts, insert, qkv_insert)
+    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, hidden, experts)
+    fused = (insert, qkv_insert, context_parallel, ranks, drafting)
     stored = (stored_caches, quantised, extremes, extreme_caches, extreme_batches, shipped, large)
     optional = (shared_expert, expert_lora, forced_routing)
-    found = [case for module in (*modules, *stored, *optional) for case in module.CASES]
+    found = [case for module in (*modules, *fused, *stored, *optional) for case in module.CASES]
     found += [*engine.engine_cases(found), *shipped.production_cases(found)]
     return tuple(sorted(found, key=lambda case: ops.NAMES.index(case.operator)))
 
