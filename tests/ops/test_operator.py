@@ -26,6 +26,7 @@ NORM = {"eps": 1e-6, "weight_offset": 1.0}
 VOCABULARY = {
     "add_norm_round",
     "norm_rope_round",
+    "qkv_round",
     "rope_table",
     "p_dtype",
     "q_dtype",
@@ -102,6 +103,20 @@ def arguments(name, tokens, dtype):
         "moe_experts": ((x, *routing, bank), ACTIVATION),
         "qk_norm_rope_insert": (
             (row, QKNorms(weight, weight, weight, weight), positions, table, kv_cache, index_cache, slots, slots),
+            {**head_counts, **NORM, "rotary_dim": 32},
+        ),
+        "qkv_norm_rope_insert": (
+            (
+                x,
+                torch.randn(15 * DIM, DIM, generator=rng).to(dtype),
+                QKNorms(weight, weight, weight, weight),
+                positions,
+                table,
+                kv_cache,
+                index_cache,
+                slots,
+                slots,
+            ),
             {**head_counts, **NORM, "rotary_dim": 32},
         ),
         "select_blocks": ((index_q.to(dtype), index_cache, meta), {**FORCED, "block_size": PAGE}),
