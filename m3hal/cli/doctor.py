@@ -1,21 +1,28 @@
 """Looks for what is wrong with an installation: versions, devices, configuration, plugins that fail, with tracebacks.
 
-Exits with 1 when something is wrong.
+    m3hal doctor --bundle report.zip --plan plan.json
+
+also writes one archive for a bug report: all of the above, the configuration with where each value came from, the
+variables that are ours, the claims without their cases, the names of recorded calls, and a plan if one is named. Tokens
+and the home folder are taken out; what it holds is listed. Exits with 1 when something is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from m3hal import __version__, ops
+from m3hal.cli import _bundle
 from m3hal.cli.output import emit
 from m3hal.dispatch import devices
 from m3hal.dispatch.discovery import GROUP, Found, discover
-from m3hal.dispatch.errors import M3halError
+from m3hal.dispatch.errors import ConfigurationError, M3halError
 from m3hal.dispatch.identity import MissingFileError, module_hash
 from m3hal.dispatch.libraries import Library, libraries, software
 from m3hal.dispatch.manifest import API_VERSION
@@ -27,7 +34,9 @@ HELP = "what is wrong with this installation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
+    """The archive."""
+    parser.add_argument("--bundle", metavar="FILE", help="also write a zip archive for a bug report")
+    parser.add_argument("--plan", metavar="FILE", help="an exported plan, to put into the archive")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,8 +59,37 @@ def run(arguments: argparse.Namespace) -> int:
         ],
         "problems": problems,
     }
-    emit(arguments, data, _page(data))
+    told = _bundled(arguments, data, backends)
+    emit(arguments, {**data, **told}, "\n\n".join([_page(data), *_listing(told)]))
     return 1 if problems else 0
+
+
+def _bundled(arguments: argparse.Namespace, data: dict[str, Any], backends: list[Found]) -> dict[str, Any]:
+    """Writes the archive if one is asked for, and says what it holds."""
+    if arguments.bundle is None:
+        if arguments.plan is not None:
+            raise ConfigurationError("--plan puts a plan into an archive; name that with --bundle FILE.")
+        return {}
+    contents: dict[str, Any] = {
+        "doctor": data,
+        "policy": _bundle.policy(devices.detect()[0].device, os.environ),
+        "environment": _bundle.variables(os.environ),
+        "claims": _bundle.claims(backends),
+        "captures": _bundle.captures(os.environ),
+    }
+    if arguments.plan is not None:
+        contents["plan"] = _bundle.plan(arguments.plan)
+    members = _bundle.write(arguments.bundle, contents, str(Path.home()))
+    size = Path(arguments.bundle).stat().st_size
+    return {"bundle": {"path": arguments.bundle, "bytes": size, "files": dict(members)}}
+
+
+def _listing(told: dict[str, Any]) -> list[str]:
+    if not told:
+        return []
+    bundle = told["bundle"]
+    lines = [f"wrote {bundle['path']}, {bundle['bytes']} bytes; tokens and the home folder are taken out. It holds"]
+    return ["\n".join([*lines, *(f"  {name:<18} {size} bytes" for name, size in bundle["files"].items())])]
 
 
 def _judged(found: Found) -> Found:

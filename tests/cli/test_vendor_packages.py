@@ -50,11 +50,11 @@ def test_why_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     """A function that its library has for other devices, and one that is withheld, say so."""
     _, text = shown(capsys, "explain", "--device", "cuda:sm_90")
     assert "it runs on cuda:sm_100, cuda:sm_103, cuda:sm_107; not on cuda:sm_90" in text
-    assert "its maximum drops NaN keys" in text
+    assert "leaves NaN keys out of its maximum" in text
     code, text = shown(capsys, "explain", "block_scores", "--device", "cuda:sm_90", "--backend", "nvidia,reference")
     assert code == 0
     assert "block_scores at sparse_attention: reference" in text
-    assert "nvidia withholds block_scores: FlashInfer 0.7.4 has msa_proxy_score for sm_90" in text
+    assert "nvidia withholds block_scores: every scorer of FlashInfer 0.7.4 leaves NaN keys out" in text
 
 
 def test_asking_by_name_tells_what_is_withheld(capsys: pytest.CaptureFixture[str]) -> None:
