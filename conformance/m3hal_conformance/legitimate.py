@@ -59,7 +59,8 @@ def _norm(x: Tensor, weight: Tensor, site: Site) -> Tensor:
 
 
 def linear(site: Site, traits: Traits, x: Tensor, weight: Tensor | QTensor) -> Tensor:
-    return _matmul(_rounded(x, None, traits), _numbers(weight), traits).to(x.dtype)
+    given = x.dtype if isinstance(weight, QTensor) else torch.promote_types(x.dtype, weight.dtype)
+    return _matmul(_rounded(x, None, traits), _numbers(weight), traits).to(given)
 
 
 def _rounded(x: Tensor, global_scale: Tensor | None, traits: Traits) -> Tensor:

@@ -32,6 +32,8 @@ C: Mapping[tuple[str, str], float] = {
 #: No bound is below these: the class itself grants one unit in the last place, fp32's own rounding is 6e-8, and what
 #: is stored takes a dozen fp32 operations.
 LEAST = {"ulp": 1.0, "row": 2.0**-23, "regret": 2.0**-23, "rounding": 16.0}
+#: Classes of inputs whose outputs are fp32 in bf16 too: the order of summation dominates there.
+_FP32_OUTPUT = ("router",)
 #: Traits that round to bf16 on the way to a cache; two that round a number between bf16 neighbours differ by one unit.
 _ON_THE_WAY = ("double_rounding", "norm_rope_round", "qkv_round")
 BF16_UNIT = 2.0**16  # in fp32's
@@ -63,7 +65,8 @@ def bounds_for(operator: Operator, format: str, input_class: str, traits: Mappin
         if operator.name == "kv_write":
             return LEAST[metric]
         measured = _measured(operator.name, output, format, input_class, profile, oracle)
-        derived = max(C[metric, format] * measured, LEAST[metric])
+        summed = "float32" if input_class in _FP32_OUTPUT else format
+        derived = max(C[metric, summed] * measured, LEAST[metric])
         if metric == "rounding" and set(profile) & set(_ON_THE_WAY):
             derived += BF16_UNIT
         derived = min(derived, cap(metric, emulated, oracle)) if profile else derived

@@ -24,17 +24,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor | QTensor, *, traits: Mapping[s
         weight: [N, K], in any storage format.
 
     Returns:
-        [T, N] in x's dtype.
+        [T, N] in x's dtype, or in the weight's where that is the wider: a router's weight is fp32, and its logits are.
     """
-    stored = torch.float32 if isinstance(weight, QTensor) else weight.dtype
-    compute = torch.promote_types(torch.promote_types(x.dtype, stored), torch.float32)
-    return (rounded(x.to(compute), None, traits) @ numbers(weight, compute).T).to(x.dtype)
+    given = _given(x, weight)
+    compute = torch.promote_types(given, torch.float32)
+    return (rounded(x.to(compute), None, traits) @ numbers(weight, compute).T).to(given)
+
+
+def _given(x: torch.Tensor, weight: torch.Tensor | QTensor) -> torch.dtype:
+    """Of the output. What a stored weight was made of is not known."""
+    return x.dtype if isinstance(weight, QTensor) else torch.promote_types(x.dtype, weight.dtype)
 
 
 def fake(x: torch.Tensor, weight: torch.Tensor | QTensor, **_: object) -> torch.Tensor:
     """Empty [T, N]."""
     rows = weight.data.shape[0] if isinstance(weight, QTensor) else weight.shape[0]
-    return torch.empty((x.shape[0], rows), dtype=x.dtype, device=x.device)
+    return torch.empty((x.shape[0], rows), dtype=_given(x, weight), device=x.device)
 
 
 OPERATOR = Operator(

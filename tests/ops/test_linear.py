@@ -39,3 +39,13 @@ def test_a_row_does_not_depend_on_its_batch():
     """Up to the order of fp32 sums."""
     x, weight = tail_heavy(17, 96, rng=generator("linear/rows")), torch.randn(24, 96, generator=generator("w"))
     assert_row_alone(lambda rows: linear(x[list(rows)], weight), 17, bound=1e-6)
+
+
+def test_a_routers_weight_keeps_its_digits(run):
+    """fp32 weights of bf16 tokens give fp32, exact to its order of sums; a wider token stays wider."""
+    rng = generator("linear/router")
+    x, weight = torch.randn(9, 256, generator=rng).bfloat16(), torch.randn(24, 256, generator=rng)
+    out = run("linear", x, weight)
+    assert out.dtype == torch.float32
+    assert_rows(out, x.double() @ weight.double().T, 1e-6)
+    assert run("linear", x.float(), weight.bfloat16()).dtype == torch.float32

@@ -29,7 +29,7 @@ def test_stored_weights(run, format, width):
 def test_rounded_inputs(format):
     """The same product of the dequantised input; bf16 inputs give bf16."""
     rng = generator("linear/rounded")
-    x, weight = torch.randn(5, 64, generator=rng).bfloat16(), torch.randn(7, 64, generator=rng)
+    x, weight = (torch.randn(rows, 64, generator=rng).bfloat16() for rows in (5, 7))
     out = linear(x, weight, traits={"activation_format": format})
     expected = formats.dequantize(formats.quantize(x, spec_of(format))).double() @ weight.double().T
     assert out.dtype == torch.bfloat16

@@ -60,6 +60,16 @@ def _one_bad_row(rng: Rng, site: Site) -> Inputs:
     return inputs
 
 
+def _router(tokens: int) -> Make:
+    """bf16 tokens and the router's fp32 weight, no two rows of which are alike in their first bits only."""
+
+    def make(rng: Rng, site: Site) -> Inputs:
+        weight = rng.normal(16, 1, H) * H**-0.5 * (1 + 2.0**-13 * rng.normal(8, H))
+        return {"x": rng.normal(tokens, H).to(dtype_of(site)), "weight": weight.flatten(0, 1)}
+
+    return make
+
+
 def _linear() -> list[Case]:
     def q(name: str, make: Make, **options: Any) -> list[Case]:
         return ask("linear", name, make, kind=options.pop("kind", "sparse_attention"), **options)
@@ -80,6 +90,12 @@ def _linear() -> list[Case]:
         *q("tokens_513", _product(513, 512, 136), checks=LIGHT),
         *q("square", _product(64, 64, 64), quick=True, also=("row_alone",)),
         *q("one_bad_row", _one_bad_row, bugs=("F28",), quick=True, also=("row_alone", "permuted_rows")),
+        *[
+            c
+            for tokens in (1, 9, 65)
+            for c in q(f"router_{tokens}", _router(tokens), kind="moe", dtypes=("bfloat16",), input_class="router",
+                       quick=tokens == 9, also=("row_alone", "permuted_rows") if tokens > 1 else ())
+        ],
     ]  # fmt: skip
 
 

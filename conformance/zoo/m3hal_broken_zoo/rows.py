@@ -391,6 +391,24 @@ def linear_rounds_operands(site, right):
     return run
 
 
+@mutant("linear", "router_9:oracle")
+def linear_router_in_bf16(site, right):
+    """The router's logits are right, and rounded to bf16 on their way."""
+    return lambda x, weight: right(x, weight).bfloat16().to(right(x[:0], weight).dtype)
+
+
+@mutant("linear", "router_9:oracle")
+def linear_router_weight_in_tf32(site, right):
+    """A wide weight loses the bits that TF32 has not."""
+
+    def run(x, weight):
+        if isinstance(weight, Tensor) and weight.dtype == torch.float32 and x.dtype != torch.float32:
+            weight = (weight.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+        return right(x, weight)
+
+    return run
+
+
 @mutant("linear", "no_token:oracle", "F30")
 def linear_no_token(site, right):
     """No tokens: an empty tensor of the wrong width."""
