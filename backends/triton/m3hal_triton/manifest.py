@@ -1,5 +1,7 @@
 """What portable Triton kernels offer to MiniMax-M3, as data."""
 
+from collections.abc import Mapping
+
 from m3hal.dispatch.manifest import Impl, Limit, Manifest, at_least, at_most, multiple_of, one_of
 
 _PLAIN = one_of("dtype", "float32", "bfloat16")
@@ -27,6 +29,21 @@ _ROW = (_PLAIN, at_most("hidden_size", 16384))
 _CACHE_PAGES = ("hnd", "nhd")
 _EVERY_PAGE = (*_CACHE_PAGES, "msa_slot", "planar")
 _WRITES = ("_encode.py", "_pages.py", "_rows.py", "_launch.py")
+_STORES = ("float32", "bfloat16", "fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4")
+_PRODUCT = ("_gate.py", "_stored.py", "_launch.py", "_encode.py", "quantize.py")
+
+
+def _linear(factory: str, *limits: Limit, formats: tuple[str, ...], traits: Mapping[str, str], name: str = "") -> Impl:
+    """A product with weights of these formats. What the router's takes apart is added up from memory of its own."""
+    return Impl(
+        f"m3hal_triton.linear:{factory}",
+        limits=(*limits, one_of("weight_format", *formats), one_of("projection_format", "", *formats)),
+        traits=traits,
+        memory="self",
+        traceable=False,
+        files=_PRODUCT,
+        name=name,
+    )
 
 
 def _attention(
@@ -77,6 +94,33 @@ MANIFEST = Manifest(
         "rms_norm": (Impl("m3hal_triton.rms_norm:rms_norm", limits=_ROW, files=("_launch.py",)),),
         "add_rms_norm": (Impl("m3hal_triton.rms_norm:add_rms_norm", limits=_ROW, files=("_launch.py",)),),
         "swiglu_oai": (Impl("m3hal_triton.swiglu_oai:swiglu_oai", limits=(_PLAIN,), files=("_launch.py",)),),
+        "linear": (
+            _linear("linear", _PLAIN, formats=_STORES, traits={}),
+            _linear(
+                "linear_fp8",
+                one_of("dtype", "bfloat16"),
+                formats=("fp8_e4m3",),
+                traits={"activation_format": "fp8_e4m3"},
+                name="fp8",
+            ),
+        ),
+        "quantize": (
+            Impl(
+                "m3hal_triton.quantize:quantize",
+                limits=(_PLAIN, one_of("activation_format", *_STORES)),
+                files=("_encode.py", "_launch.py"),
+            ),
+        ),
+        "dequantize": (
+            Impl("m3hal_triton.dequantize:dequantize", limits=(_PLAIN,), files=("_stored.py", "_launch.py")),
+        ),
+        "route_topk": (
+            Impl(
+                "m3hal_triton.route_topk:route_topk",
+                limits=(at_most("num_experts", 1024), at_most("top_k_experts", 32), at_least("forced_routing", 0)),
+                files=("_choose.py", "_launch.py"),
+            ),
+        ),
         "kv_write": (
             Impl(
                 "m3hal_triton.kv_write:kv_write",

@@ -12,6 +12,8 @@ from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton._launch import power_of_two_above
 
+#: of a program, which is a row
+MOST_WARPS = 16
 #: looked up here: torch.compile looks into the callables, and can't follow a lookup
 _FAKE, _ADD_FAKE = load("rms_norm").fake, load("add_rms_norm").fake
 
@@ -70,7 +72,7 @@ def _launch(
         width,
         PADDED=padded,
         ADD=add,
-        num_warps=max(1, min(16, padded // 512)),
+        num_warps=max(1, min(MOST_WARPS, padded // 512)),
     )
 
 

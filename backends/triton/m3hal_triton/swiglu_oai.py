@@ -10,9 +10,10 @@ import triton.language as tl
 
 from m3hal.ops import load
 from m3hal.shape import Site
-from m3hal_triton._launch import power_of_two_above
+from m3hal_triton._launch import common_power_of_two, power_of_two_above
 
-COLUMNS = 1024
+#: of a program: columns at most, and elements. Columns divide a row's length where its factors of two leave MIN_COLUMNS
+COLUMNS, MIN_COLUMNS, ELEMENTS = 1024, 128, 2048
 #: looked up here: torch.compile looks into the callable, and can't follow a lookup
 _FAKE = load("swiglu_oai").fake
 
@@ -27,22 +28,30 @@ def _activate(site: Site, gate_up: torch.Tensor, out: torch.Tensor | None = None
     if out.numel():
         width = out.shape[-1]
         rows, target = gate_up.reshape(-1, 2 * width), out.view(-1, width)
-        _rows[(rows.shape[0], -(-width // COLUMNS))](
-            rows, target, *rows.stride(), *target.stride(), width, site.alpha, site.beta, site.limit,
-            COLUMNS=min(COLUMNS, power_of_two_above(width)), num_warps=4,
+        columns = common_power_of_two(width)
+        columns = min(COLUMNS, columns if columns >= MIN_COLUMNS else power_of_two_above(width))
+        many = ELEMENTS // columns
+        _activate_tile[(-(-target.shape[0] // many), -(-width // columns))](
+            rows, target, *rows.stride(), *target.stride(), target.shape[0], width,
+            site.alpha, site.beta, site.limit, ROWS=many, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return out
 
 
 @triton.jit
-def _rows(x, out, x_row, x_column, out_row, out_column, width, alpha, beta, limit, COLUMNS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
+def _activate_tile(
+    x, out, x_row, x_column, out_row, out_column, rows, width, alpha, beta, limit,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < width)
     gate = tl.load(x + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + (width + column) * x_column, mask=inside, other=0.0).to(tl.float32)
     # comparisons with NaN are false, so a NaN stays
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    result = tl.div_rn(gate, 1.0 + tl.exp(-alpha * gate)) * (up + beta)
-    tl.store(out + row * out_row + column * out_column, result.to(out.dtype.element_ty), mask=inside)
+    divisor = 1.0 + tl.exp(-alpha * gate)
+    # two units of fp32 off are nothing to bf16
+    gate = gate / divisor if out.dtype.element_ty == tl.bfloat16 else tl.div_rn(gate, divisor)
+    tl.store(out + row * out_row + column * out_column, (gate * (up + beta)).to(out.dtype.element_ty), mask=inside)

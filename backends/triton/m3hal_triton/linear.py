@@ -1,0 +1,154 @@
+"""``linear``: products with a weight in any storage format, and the router's, whose weight is fp32.
+
+Stored weights enter with the numbers that they stand for: a code times its block's scale has at most six significant
+bits, which bf16 holds, and factors of whole rows or of the whole weight are applied to the sums. ``linear_fp8`` rounds
+activations to FP8 as well, by declaration.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from m3hal.formats import PLAIN_FORMATS, ROW, QSpec, QTensor
+from m3hal.ops import load
+from m3hal.shape import Site
+from m3hal_triton._gate import gate
+from m3hal_triton._launch import DOT_PRECISION
+from m3hal_triton._stored import block_scales, e2m1_pairs, e4m3_values
+from m3hal_triton.quantize import quantize_rows
+
+#: tiles of neighbouring rows of the output that run side by side, and share what they read
+SIDE_BY_SIDE = 8
+_FAKE = load("linear").fake
+Weight = torch.Tensor | QTensor
+
+
+def linear(site: Site) -> partial[torch.Tensor]:
+    """The callable for a site."""
+    return partial(_linear, False)
+
+
+def linear_fp8(site: Site) -> partial[torch.Tensor]:
+    """The callable for a site whose weight is FP8 by rows; activations are rounded to FP8, a scale for each token."""
+    return partial(_linear, True)
+
+
+def _linear(narrow: bool, x: torch.Tensor, weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+    result: torch.Tensor = _FAKE(x, weight) if out is None else out
+    if not result.numel():
+        return result
+    if isinstance(weight, torch.Tensor) and weight.dtype == torch.float32 and x.dtype == torch.bfloat16:
+        gate(x, weight, result)
+        return result
+    scale_x = None
+    if narrow and isinstance(weight, QTensor):
+        spec = QSpec("fp8_e4m3", ROW)
+        rounded = QTensor(
+            x.new_empty(x.shape, dtype=torch.uint8), spec, x.new_empty(len(x), dtype=torch.float32)[:, None]
+        )
+        quantize_rows(x, rounded)
+        x, scale_x = rounded.data.view(torch.float8_e4m3fn), rounded.scale
+    _launch(x, scale_x, weight, result)
+    return result
+
+
+def _launch(x: torch.Tensor, scale_x: torch.Tensor | None, weight: Weight, out: torch.Tensor) -> None:
+    """x bf16, fp32, or with scale_x [T, 1] FP8; out [T, N]."""
+    q = weight if isinstance(weight, QTensor) else QTensor(weight, QSpec(str(weight.dtype).removeprefix("torch.")))
+    format, data, scale = q.spec.format, q.data, q.scale
+    if format not in PLAIN_FORMATS:
+        data = data.view(torch.uint8)
+    if scale is not None and scale.dtype != torch.float32:
+        scale = scale.view(torch.uint8)
+    by_row = scale is not None and scale.dtype == torch.float32
+    tokens, width, rows = *x.shape, out.shape[1]
+    whole = None if q.global_scale is None else q.global_scale.reshape(-1)
+    wide = x.dtype == torch.float32
+    block_m, block_n, block_k, warps, stages = _tile(tokens, wide)
+    _project[(triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n),)](
+        x, scale_x, data, scale, whole, out, x.stride(), 0 if scale_x is None else scale_x.stride(0), data.stride(),
+        (0, 0) if scale is None else scale.stride(), 0 if whole is None or len(whole) == 1 else whole.stride(0),
+        out.stride(), tokens, rows, width,
+        FORMAT=format, GROUP=0 if scale is None or by_row else width // scale.shape[1], BY_ROW=by_row,
+        PRECISION=DOT_PRECISION, SIDE_BY_SIDE=SIDE_BY_SIDE, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _tile(tokens: int, wide: bool) -> tuple[int, int, int, int, int]:
+    """Rows, columns and depth of a tile, warps, stages; few tokens take narrow tiles, of which there are more."""
+    if wide:
+        return (16, 32, 64, 4, 2) if tokens <= 16 else (64, 32, 32, 4, 2)
+    if tokens <= 16:
+        return 16, 32, 128, 4, 4
+    return (64, 64, 128, 4, 3) if tokens <= 64 else (128, 128, 64, 8, 3)
+
+
+@triton.jit
+def _weights(
+    data, scales, data_strides, scale_strides, row, first, inside, width,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """[N, BLOCK_K] columns from ``first`` on, without what is common to a row; row: int64 [N, 1], inside: [N, 1]."""
+    column = first + tl.arange(0, BLOCK_K)[None, :]
+    at = data + row * data_strides[0]
+    if FORMAT == "mxfp4" or FORMAT == "nvfp4":
+        byte = first // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
+        number = e2m1_pairs(tl.load(at + byte * data_strides[1], mask=inside & (byte < width // 2), other=0))
+    else:
+        number = tl.load(at + column * data_strides[1], mask=inside & (column < width), other=0)
+        if FORMAT == "fp8_e4m3" and tl.float8e4nv == COMPUTE:
+            number = number.to(tl.float8e4nv, bitcast=True)
+        elif FORMAT == "fp8_e4m3" or FORMAT == "fp8_e4m3_240" or FORMAT == "mxfp8":
+            number = e4m3_values(number, 240 if FORMAT == "fp8_e4m3_240" else 448)
+    if GROUP > 0:
+        group = first // GROUP + tl.arange(0, BLOCK_K // GROUP)[None, :]
+        there = inside & (group < width // GROUP)
+        scale = block_scales(
+            tl.load(scales + row * scale_strides[0] + group * scale_strides[1], mask=there, other=0), FORMAT
+        )
+        grouped = tl.reshape(number, (number.shape[0], BLOCK_K // GROUP, GROUP)) * scale[:, :, None]
+        number = tl.reshape(grouped, (number.shape[0], BLOCK_K))
+    return number.to(COMPUTE)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _project(
+    x, scale_x, data, scales, whole, out, x_strides, scale_x_stride, data_strides, scale_strides, whole_stride,
+    out_strides, tokens, rows, width,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BY_ROW: tl.constexpr, PRECISION: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    COMPUTE: tl.constexpr = x.dtype.element_ty
+    over_m, over_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(rows, BLOCK_N)
+    share = tl.program_id(0) // (SIDE_BY_SIDE * over_n) * SIDE_BY_SIDE
+    beside = tl.minimum(over_m - share, SIDE_BY_SIDE)
+    within = tl.program_id(0) % (SIDE_BY_SIDE * over_n)
+    token = ((share + within % beside) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    row = (within // beside * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    depth = tl.arange(0, BLOCK_K)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, width, BLOCK_K):
+        column = first + depth
+        there = (token < tokens) & (column < width)
+        left = tl.load(x + token * x_strides[0] + column * x_strides[1], mask=there, other=0.0)
+        right = _weights(
+            data, scales, data_strides, scale_strides, row[:, None], first, row[:, None] < rows, width,
+            FORMAT, GROUP, BLOCK_K, COMPUTE,
+        )  # fmt: skip
+        if tl.float8e4nv == COMPUTE:  # Hopper adds FP8 products up in few bits: no longer than within a tile
+            total += tl.dot(left, tl.trans(right))
+        else:
+            total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
+    if BY_ROW:
+        total *= tl.load(scales + row * scale_strides[0], mask=row < rows, other=0.0)[None, :]
+    if whole is not None:
+        total *= tl.load(whole + row * whole_stride, mask=row < rows, other=0.0)[None, :]
+    if scale_x is not None:
+        total *= tl.load(scale_x + token * scale_x_stride, mask=token < tokens, other=0.0)
+    to = out + token * out_strides[0] + row[None, :] * out_strides[1]
+    tl.store(to, total.to(out.dtype.element_ty), mask=(token < tokens) & (row[None, :] < rows))

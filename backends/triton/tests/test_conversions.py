@@ -1,0 +1,98 @@
+"""Quantising and dequantising, byte for byte as the definitions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import DEVICE, sparse_site
+from m3hal_triton.dequantize import dequantize
+from m3hal_triton.quantize import quantize
+
+from m3hal import formats
+from m3hal.formats import QTensor, nvfp4, spec_of
+from m3hal.ops import load
+
+FORMATS = ("float32", "bfloat16", "fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def _numbers(dtype):
+    """[9, 96]: sizes from 1e-38 to 1e9, zeros, ties, subnormals, infinities and NaN."""
+    x = torch.randn(9, 96) * torch.exp(8 * torch.randn(9, 1))
+    x[1, 5], x[2, 40], x[4, 95], x[5] = float("nan"), float("inf"), float("-inf"), float("nan")
+    x[6, :32] = torch.tensor([448.0, 449.0, 1.75, -1.8, -0.0, 5.0, 2.5, 0.25] * 4)
+    x[7], x[8] = 0, x[8] * 1e-38
+    return x.to(dtype).to(DEVICE)
+
+
+def _equal(ours, exact):
+    """Bit for bit, but for which NaN a float is."""
+    if ours is None or exact is None:
+        return ours is exact
+    return ours.dtype == exact.dtype and bool(((ours == exact) | (ours.isnan() & exact.isnan())).all())
+
+
+def _poisoned(q):
+    return replace(
+        q, data=torch.full_like(q.data, 119), scale=None if q.scale is None else torch.full_like(q.scale, 119)
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("view", ["dense", "transposed", "three axes", "every other"])
+def test_quantize(dtype, format, view):
+    """Every kind of number, as rows of any stride, over poison."""
+    x = _numbers(dtype)
+    x = {
+        "dense": lambda: x,
+        "transposed": lambda: x.T.contiguous().T,
+        "three axes": lambda: x.view(3, 3, 96),
+        "every other": lambda: torch.stack([x, torch.full_like(x, 3e38)], -1)[..., 0],
+    }[view]()
+    op = load("quantize")
+    exact = op.reference(x, activation_format=format)
+    site = replace(sparse_site(dtype), activation_format=format)
+    ours = quantize(site)(x, out=_poisoned(op.fake(x, activation_format=format)))
+    assert ours.spec == exact.spec
+    assert _equal(ours.data, exact.data)
+    assert _equal(ours.scale, exact.scale)
+
+
+@DTYPES
+@pytest.mark.parametrize("format", FORMATS)
+def test_dequantize(dtype, format):
+    """Codes of every kind of number, dense and with doubled strides, over poison."""
+    op, site = load("dequantize"), sparse_site(dtype)
+    name = str(dtype).removeprefix("torch.")
+    q = formats.quantize(_numbers(torch.float32), spec_of(format))
+    for given in (q, replace(q, data=torch.stack([q.data, q.data.flip(0)], 1)[:, 0])):
+        out = torch.full((9, 96), 3e38, dtype=dtype, device=DEVICE)
+        assert _equal(dequantize(site)(given, out=out), op.reference(given, dtype=name))
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e4m3_240", "mxfp8"])
+def test_every_code(format):
+    """All 256 bytes under one scale, the infinities and NaN of either range too."""
+    data = torch.arange(256, device=DEVICE).to(torch.uint8).view(8, 32)
+    scale = torch.full((8, 1), 0.375, device=DEVICE) if format.startswith("fp8") else torch.full_like(data[:, :1], 130)
+    q = QTensor(data, spec_of(format), scale)
+    assert _equal(dequantize(sparse_site(torch.float32))(q), load("dequantize").reference(q, dtype="float32"))
+
+
+def test_global_scales():
+    """One for all, and one for each leading entry, in three axes."""
+    x = torch.randn(2, 3, 96, device=DEVICE)
+    for own in (0, 1):
+        q = nvfp4.quantize(x, nvfp4.global_scale_of(x, own=own))
+        ours = dequantize(sparse_site(torch.float32))(q)
+        assert torch.equal(ours, load("dequantize").reference(q, dtype="float32"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_tokens(format):
+    """Zero tokens give empty codes, and those empty numbers."""
+    site = replace(sparse_site(torch.bfloat16), activation_format=format)
+    q = quantize(site)(torch.empty(0, 96, dtype=torch.bfloat16, device=DEVICE))
+    assert len(q.data) == 0
+    assert dequantize(site)(q).shape == (0, 96)
