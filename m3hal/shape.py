@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from m3hal._published import as_published
 
-SiteKind = Literal["dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter"]
-SITE_KINDS: tuple[SiteKind, ...] = ("dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter")
+SiteKind = Literal["dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter", "sparse_layer"]
+SITE_KINDS: tuple[SiteKind, ...] = ("dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter", "sparse_layer")
+#: the places that one place consists of: what runs at any of them runs there too
+WITHIN: Mapping[str, tuple[SiteKind, ...]] = {"sparse_layer": ("sparse_attention", "moe")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +226,12 @@ class ModelShape:
         if self.num_dense_mlp_layers < self.num_layers:
             found.append(self._site("moe", **mlp, **experts))
         return tuple(found)
+
+    def sparse_layer(self) -> Site:
+        """A whole sparse layer as one place, which ``sites`` does not list; put it into ``given_sites`` to plan it."""
+        sites = {site.kind: site for site in self.sites()}
+        attention = self._values((*_ATTENTION, *_INDEXER)) | {"scale": sites["sparse_attention"].scale, "causal": True}
+        return replace(sites["moe"], kind="sparse_layer", window_left=-1, **attention)
 
     def _values(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

@@ -103,6 +103,8 @@ def make_site(kind: str, dtype: str, *, tensor_parallel: int = 1, **overrides: A
     if kind == "drafter":  # M3.1's drafter: plain norm weights, not causal, a sliding window
         dense = sites["dense_attention"]
         return replace(dense, kind="drafter", causal=False, window_left=1024, weight_offset=0.0, **overrides)
+    if kind == "sparse_layer":
+        return replace(_shape(dtype, tensor_parallel).sparse_layer(), **overrides)
     return replace(sites[kind], **overrides)
 
 

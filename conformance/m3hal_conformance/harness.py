@@ -24,6 +24,7 @@ OUTPUTS: Mapping[str, tuple[str, ...]] = {
     "route_topk": ("weights", "ids"),
     "qk_norm_rope_insert": ("q", "index_q"),
     "qkv_norm_rope_insert": ("q", "index_q"),
+    "sparse_decoder_layer": ("out", "residual_out"),
     "allreduce_add_rms_norm": ("out", "residual_out"),
     "draft_block_sample": ("tokens", "logits", "confidence"),
     "kv_read": ("k", "v"),

@@ -15,7 +15,7 @@ from m3hal.dispatch.plans import Choice, Plan
 from m3hal.dispatch.policy import Policy
 from m3hal.dispatch.screen import Candidate, Demands, candidates, screen, screen_backend
 from m3hal.dispatch.verdict import Verdict
-from m3hal.shape import ModelShape, Site
+from m3hal.shape import WITHIN, ModelShape, Site
 
 #: What stock vLLM keeps for itself: its parallel layers shard, load and quantise their own weights, and ranks meet in
 #: them.
@@ -122,10 +122,11 @@ class _Job:
         return replace(made, choices=choices, layouts=layouts, layout_reasons=reasons, faults=tuple(faults))
 
     def _places(self) -> list[tuple[ops.Operator, Site]]:
-        """Where the operators that m3hal serves run; what covers an operator that the engine holds is not among them."""
+        """Where the operators that m3hal serves run; none that covers an operator of the engine's is among them."""
         own = [op for name, op in self.wanted.items() if self.engine.keys().isdisjoint((name, *ops.covered(name)))]
         sites = self.shape.sites()
-        return [(operator, site) for operator in own for site in sites if site.kind in operator.sites]
+        kinds = {site.kind: {site.kind, *WITHIN.get(site.kind, ())} for site in sites}
+        return [(op, site) for op in own for site in sites if not kinds[site.kind].isdisjoint(op.sites)]
 
     def _held(self) -> list[Choice]:
         return [Choice(name, "", engine=holder, reason=f"{holder} holds it") for name, holder in self.engine.items()]

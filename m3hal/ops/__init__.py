@@ -35,6 +35,7 @@ FUSED = (
     "allreduce_add_rms_norm",
     "mega_moe",
     "draft_block_sample",
+    "sparse_decoder_layer",
 )
 NAMES = CORE + FUSED
 
