@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from m3hal.ops import CORE, FUSED, Operator, load
+from m3hal.ops import CORE, FUSED, ExpertLoRA, ExpertWeights, Operator, QKNorms, SeqMeta, load
 
 PAGE = Path(__file__).parents[1] / "docs" / "operators.md"
 
@@ -15,8 +15,9 @@ HEAD = """<!-- Written by scripts/operators_page.py from m3hal/ops/. Change the 
 # Operators
 
 Each operator has one definition: a file in `m3hal/ops/` with its signature, its contract and a reference that computes
-in fp32 (in fp64 for fp64 inputs) and rounds once. Positional arguments arrive with every step. Keyword-only arguments
-are static: they are known when the model is built and are attributes of `m3hal.Site` by the same name.
+in fp32 (in fp64 for fp64 inputs) and rounds once. Positional arguments arrive with every step; those that default to
+`None` only where the site asks for them. Keyword-only arguments are static: they are known when the model is built and
+are attributes of `m3hal.Site` by the same name.
 
 How an implementation is compared with the definition: **X** bit-exact; **U1** within one unit in the last place of
 bf16 (fp32: a row bound); **C1** within one code step; **R** worst-row relative L2 error within a derived bound;
@@ -31,7 +32,14 @@ def page() -> str:
         rows = "\n".join(_row(load(name)) for name in names)
         parts.append(f"## {title}\n\n| operator | what it does | compared |\n|---|---|---|\n{rows}\n")
     parts.extend(_section(load(name)) for name in CORE + FUSED)
+    parts.append("## What operators take besides tensors\n")
+    parts.extend(_structure(kind) for kind in (SeqMeta, ExpertWeights, ExpertLoRA, QKNorms))
     return "\n".join(parts)
+
+
+def _structure(kind: type) -> str:
+    """A dataclass of arguments, as its docstring tells it."""
+    return f"### {kind.__name__}\n\n```text\n{inspect.getdoc(kind)}\n```\n"
 
 
 def _row(op: Operator) -> str:
@@ -50,6 +58,9 @@ def _section(op: Operator) -> str:
         facts.append(f"Writes in place: {', '.join(f'`{name}`' for name in op.mutates)}")
     if op.group:
         facts.append(f"Chosen together with the {op.group} group")
+    if op.optional:
+        named = ", ".join(f"`{name}`" for name in op.optional)
+        facts.append(f"Asked beyond the usual only of implementations whose limits mention it: {named}")
     if op.covers:
         facts.append(f"Composed of: {', '.join(f'[`{name}`](#{name})' for name in op.covers)}")
     for trait in op.traits:

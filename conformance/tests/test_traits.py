@@ -11,7 +11,7 @@ from m3hal_conformance.suite import select
 from m3hal_conformance.tolerance import CAP, LOOSE_CAP, bounds_for, calibration, cap, is_unbounded
 
 from m3hal import ops
-from m3hal.dispatch import Impl, Manifest, register, unregister
+from m3hal.dispatch import Impl, Limit, Manifest, register, unregister
 from m3hal.layouts import PAGE_MAPS
 from m3hal.reference import with_out
 
@@ -27,7 +27,8 @@ def backend(operator, declared, computed, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "m3hal_with_traits", SimpleNamespace(factory=factory, __spec__=None))
     layouts = PAGE_MAPS if definition.group == "cache" else ()
-    impl = Impl("m3hal_with_traits:factory", layouts=layouts, traits=declared, memory="self")
+    limits = tuple(Limit(attribute) for attribute in definition.optional)  # mentioned, and anything goes
+    impl = Impl("m3hal_with_traits:factory", limits, layouts=layouts, traits=declared, memory="self")
     register(Manifest("with-traits", "m3hal tests", ">=1,<2", ("cpu",), {operator: (impl,)}, priority=-1))
     try:
         yield Runner("with-traits", "cpu")
@@ -48,6 +49,19 @@ DECLARED = [
         {"activation_format": "nvfp4"},
     ),
     ("moe_experts", "nvfp4_scaled/bfloat16", {"activation_format": "nvfp4", "combine_dtype": "bfloat16"}, {}),
+    (
+        "moe_experts",
+        "shared_mxfp8_beside_nvfp4/bfloat16",
+        {"activation_format": "nvfp4", "shared_activation_format": "mxfp8"},
+        {"activation_format": "nvfp4"},
+    ),
+    (
+        "moe_experts",
+        "shared_scaled/float32",
+        {"activation_format": "nvfp4", "shared_activation_format": "nvfp4"},
+        {"shared_activation_format": "nvfp4"},
+    ),
+    ("moe_experts", "lora_mxfp8_experts/bfloat16", {"activation_format": "mxfp8"}, {"combine_dtype": "bfloat16"}),
     ("sparse_attention", "decode/bfloat16", {"q_dtype": "e4m3"}, {"p_dtype": "e4m3x448"}),
     ("sparse_attention", "nvfp4_decode/bfloat16-planar", {"kv_dequant_round": "e4m3"}, {"q_dtype": "e4m3"}),
     (

@@ -56,6 +56,7 @@ def _data(operator: ops.Operator) -> dict[str, Any]:
         "docstring": inspect.getdoc(operator.reference) or "",
         "inputs": list(operator.inputs),
         "statics": list(operator.statics),
+        "optional": list(operator.optional),
         "mutates": list(operator.mutates),
         "numeric": {
             "class": operator.numeric.kind,
