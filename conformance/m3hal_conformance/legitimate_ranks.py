@@ -31,7 +31,9 @@ def allreduce_add_rms_norm(
         for share in shares[1:]:
             total = total + share.bfloat16()
         return add_rms_norm(site, traits, total.to(x.dtype), residual, weight)
-    wide = shares.float().flip(0).cumsum(0)[-1]
+    wide, *others = shares.float().flip(0)
+    for share in others:
+        wide = wide + share
     total = wide.bfloat16().float() if how == "bfloat16" and len(shares) > 1 else wide
     out, residual_out = add_rms_norm(site, traits, total, residual, weight)
     return out.to(x.dtype), residual_out

@@ -32,7 +32,8 @@ class Deserted(RuntimeError):
 def run_ranks(size: int, call: Callable[[Group], T]) -> list[T]:
     """``call(group)`` on each of ``size`` ranks at once; what they returned, in the order of the ranks.
 
-    Whether gradients are recorded is as it is here: torch knows that by thread. Raises what the lowest rank raised that was not merely deserted by another.
+    Whether gradients are recorded is as it is here: torch knows that by thread. Raises what the lowest rank raised that
+    was not merely deserted by another.
     """
     meeting = _Meeting(size)
     returned: dict[int, T] = {}

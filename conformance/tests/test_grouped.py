@@ -1,4 +1,4 @@
-"""Operators of several ranks and of drafting, composed of a vendor's parts, as an engine gets them without a fused form."""
+"""Operators of several ranks and of drafting, composed of a vendor's parts: what runs without a fused form."""
 
 import sys
 from collections.abc import Iterator

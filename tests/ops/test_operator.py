@@ -1,7 +1,7 @@
 """Every definition keeps the promises that dispatch, the fakes and torch.compile rely on."""
 
 import inspect
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from m3hal_conformance.inputs import attention_inputs, batch, generator, hot_rou
 from m3hal import ops
 from m3hal.layouts import KVLayout
 from m3hal.ops import ExpertWeights, QKNorms
+from m3hal.ops.draft_block_sample import MarkovHead
 from m3hal.ops.kv_write import kv_write
 from m3hal.ops.quantize import quantize
 from m3hal.ops.rope_partial import rope_table
@@ -33,6 +34,8 @@ VOCABULARY = {
     "kv_dequant_round",
     "mma_accum",
     "combine_dtype",
+    "reduce_dtype",
+    "logits_round",
     "activation_format",
     "shared_activation_format",
     "topk_key_bits",
@@ -77,6 +80,8 @@ def arguments(name, tokens, dtype):
     bank = ExpertWeights(
         torch.randn(8, 24, DIM, generator=rng).to(dtype), torch.randn(8, DIM, 12, generator=rng).to(dtype)
     )
+    shared = ExpertWeights(bank.w13[:1], bank.w2[:1])
+    head = MarkovHead(*(torch.randn(DIM, 16, generator=rng).to(dtype) for _ in range(2)), confidence=torch.ones(23))
     routing = hot_routing(tokens, 8, 4, rng) if tokens else (torch.empty(0, 4), torch.empty(0, 4, dtype=torch.int32))
     row = torch.randn(tokens, 15 * DIM, generator=rng).to(dtype)
     head_counts = {"num_q_heads": 8, "num_kv_heads": 2, "num_index_heads": 2, "head_dim": DIM, "index_dim": DIM}
@@ -120,6 +125,12 @@ def arguments(name, tokens, dtype):
             {**head_counts, **NORM, "rotary_dim": 32},
         ),
         "select_blocks": ((index_q.to(dtype), index_cache, meta), {**FORCED, "block_size": PAGE}),
+        "allreduce_add_rms_norm": ((x, x + 1, weight), NORM),
+        "mega_moe": ((x, *routing, replace(bank, shared=shared)), {**ACTIVATION, "num_local_experts": 8}),
+        "draft_block_sample": (
+            (heads, heads[..., :7], head, torch.arange(tokens), torch.rand(heads.shape, generator=rng)),
+            {},
+        ),
     }
     return every[name]
 
@@ -193,6 +204,7 @@ def test_the_vocabulary_is_used():
         if trait.emulated
         and trait.name not in OF_FORMATS
         and (name, trait.name) != ("select_blocks", "q_dtype")  # a choice may stay when its scores change
+        and (name, trait.name) != ("allreduce_add_rms_norm", "reduce_dtype")  # one rank alone rounds no sum
         for value in trait.values
     ],
 )
@@ -232,6 +244,6 @@ def test_an_unknown_name():
 
 def test_arguments_are_frozen():
     """What operators take besides tensors is immutable."""
-    for kind in (ops.SeqMeta, ExpertWeights, QKNorms, KVLayout):
+    for kind in (ops.SeqMeta, ExpertWeights, QKNorms, KVLayout, MarkovHead):
         assert is_dataclass(kind)
         assert kind.__dataclass_params__.frozen

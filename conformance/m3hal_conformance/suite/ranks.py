@@ -71,6 +71,13 @@ def _broken_rows(rng: Rng, site: Site) -> Inputs:
     return inputs
 
 
+def _bad_share(rng: Rng, site: Site) -> Inputs:
+    """The last rank's share of one token is NaN, as padding is behind attention."""
+    inputs = _shares(2, 5)(rng, site)
+    inputs["x"][1][3] = NAN
+    return inputs
+
+
 def _views(rng: Rng, site: Site) -> Inputs:
     inputs = _shares(2, 6)(rng, site)
     return {**inputs, "x": PerRank(map(in_wide_row, inputs["x"])), "residual": every_other(inputs["residual"], 0)}
@@ -105,6 +112,7 @@ def _reduce() -> list[Case]:
         *q("cancelling", _cancelling, quick=True, input_class="cancelling", bugs=("F73",)),
         *q("one_has_it", _one_has_it, quick=True, input_class="spiked"),
         *q("broken_rows", _broken_rows, quick=True, bugs=("F28",)),
+        *q("bad_share", _bad_share, quick=True, bugs=("F28",)),
         *q("strided", _views, bugs=("F65",), quick=True),
         *q("three_axes", _three_axes),
         *q("weight_minus_one", _zero_weight(-1.0), bugs=("F71",)),
@@ -244,10 +252,11 @@ def _mega() -> list[Case]:
         *q("one_expert_each", _spread((3, 1, 0, 2, 2, 0, 4, 1)), 8, bugs=("F43",)),
         *q("all_elsewhere", _spread((6, 3, 0, 0), _elsewhere), 4, bugs=("F31",), quick=True),
         *q("hot_expert", _spread((33, 17), _hot), 2, bugs=("F31",), **three),
+        *q("hot_alone", _spread((64,), _hot), 1, checks=LIGHT, bugs=("F31",)),
         *q("nowhere", _spread((3, 2), _nowhere), 2, bugs=("F29",), quick=True),
         *q("nowhere_routed", _spread((3, 2), _nowhere), 2, bugs=("F29",), quick=True, **routed),
         *q("numbered", _changed(_spread((4, 7)), _numbered), 2, bugs=("F43",), **{**three, **routed}),
-        *q("bad_token", _changed(_spread((3, 5)), _bad_token), 2, bugs=("F28", "F32"), quick=True),
+        *q("bad_token", _changed(_spread((3, 5)), _bad_token), 2, bugs=("F28", "F32"), **three),
         *q("unused_are_nan", _changed(_spread((4, 4), _elsewhere), _unused_are_nan), 2, bugs=("F29",), quick=True),
         *q("strided", _changed(_spread((5, 3)), _seen_through), 2, bugs=("F65",), quick=True, **routed),
         *q("other_constants", _spread((4, 3)), 2, alpha=0.5, beta=0.0, limit=1.0, bugs=("F04", "F02")),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from m3hal_broken_zoo import (
     attending,
+    drafted,
     expert,
+    grouped,
     hostile,
     inserted,
     optional,
@@ -22,7 +24,9 @@ __all__ = [
     "MUTANTS",
     "Mutant",
     "attending",
+    "drafted",
     "expert",
+    "grouped",
     "hostile",
     "inserted",
     "optional",
