@@ -201,7 +201,8 @@ class Kernel:
         query tokens; the host does not say how many. Both tensors start at a multiple of 256 bytes on a GPU, 64 on a
         CPU.
     prepare_weights / update_weights / unpack: :class:`~m3hal.ops.ExpertWeights` -> packed; (packed, first expert,
-        weights of the experts from there on) in place; packed -> ExpertWeights. Of ``kv_write`` with a private page map
+        weights of the experts from there on) in place, the shared expert too where the weights have one, else it stays;
+        packed -> ExpertWeights. Of ``kv_write`` with a private page map
         (``vendor:name`` among the layouts), unpack: a cache -> a new one of the same tokens in hnd pages.
     """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from m3hal.ops import ExpertLoRA, ExpertWeights
 from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask
-from m3hal_conformance.suite.experts import EXPERTS, NAN, Routing, _hot, _in_turn, _moe_inputs, _spread, _twice
+from m3hal_conformance.suite.experts import EXPERTS, NAN, H, Routing, _hot, _in_turn, _moe_inputs, _spread, _twice
 from m3hal_conformance.suite.quantised import STORED, _stored
 from m3hal_conformance.suite.shared_expert import _own
 
@@ -134,8 +134,10 @@ def _cases() -> list[Case]:
         cases += q(f"{format}_experts", _formatted(format), 16, weight_format=format, checks=LIGHT, bugs=("F57",),
                    quick=format == "mxfp8")  # fmt: skip
     shared = {"shared_intermediate_size": 96, "shared_format": lambda dtype: dtype}
+    real: dict[str, Any] = {"hidden_size": H, "intermediate_size": 384, "checks": ("oracle", "written", "guards")}
     return [
         *cases,
+        *q("real_tp8", _adapted(_moe_inputs(6, _hot, H, 384, real=True), 2), **real),
         *q("adapters", _inputs(17, _hot), quick=True, bugs=("F05",), also=("permuted_rows", "permuted_experts",
            "row_alone")),
         *q("few_resident", _inputs(33, _spread), also=("expert_slices",), bugs=("F29", "F43"), quick=True),

@@ -15,7 +15,7 @@ from m3hal.formats import QTensor
 from m3hal.ops import ExpertWeights
 from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask
-from m3hal_conformance.suite.experts import EXPERTS, NAN, Routing, _bad_token, _hot, _moe_inputs, _nowhere, _spread
+from m3hal_conformance.suite.experts import EXPERTS, NAN, H, Routing, _bad_token, _hot, _moe_inputs, _nowhere, _spread
 from m3hal_conformance.suite.quantised import STORED, _stored
 
 HIDDEN, INNER, SHARED = 64, 32, 96
@@ -110,8 +110,11 @@ def _cases() -> list[Case]:
                  quick=(format, shared) == MIXED[0], **asked)  # fmt: skip
 
     cases = [case for format, shared in (*((f, f) for f in STORED), *MIXED) for case in stored(format, shared)]
+    real: dict[str, Any] = {"hidden_size": H, "intermediate_size": 384, "checks": ("oracle", "written", "guards")}
     return [
         *cases,
+        *q("real_tp8", _added(_moe_inputs(6, _hot, H, 384, real=True), inner=384), shared_intermediate_size=384,
+           **real),
         *q("scaled", _scaled, weight_format="nvfp4", shared_format="nvfp4", bugs=("F57",), checks=LIGHT),
         *q("hot", _inputs(17, _hot), quick=True, bugs=("F36",), also=("permuted_rows", "permuted_experts",
            "packed_once", "updated_weights")),
