@@ -38,8 +38,9 @@ format: $(STAMP)  ## let ruff fix and format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: $(STAMP)  ## write docs/operators.md from the definitions
+docs: $(STAMP)  ## write docs/operators.md from the definitions, docs/support.md from the claims
 	$(PY) scripts/operators_page.py
+	$(PY) scripts/support_page.py
 
 wheelhouse: $(STAMP)  ## build every distribution's wheel into dist/
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist . ./conformance ./backends/*

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from m3hal import ops
 from m3hal.cli.output import emit
-from m3hal.dispatch import Policy, devices
+from m3hal.dispatch import Policy, devices, levels
 from m3hal.dispatch.devices import detect
+from m3hal.dispatch.discovery import discover
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
-from m3hal_conformance import reports
+from m3hal_conformance import reports, support_page
 from m3hal_conformance.case import DTYPES, Case
 from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.claim import make_claim
@@ -37,7 +38,8 @@ from m3hal_conformance.results import (
 )
 from m3hal_conformance.runner import Runner, default_threads
 from m3hal_conformance.suite import all_cases, select
-from m3hal_conformance.verification import compare, read, verify
+from m3hal_conformance.support import support
+from m3hal_conformance.verification import compare, is_whole, read, unedited, verify
 
 #: what a case may fail by without being asked it: its manifest, its factory, a whole layer
 _OTHER_CHECKS = ("manifest", "bind", "composed", "regret")
@@ -77,7 +79,13 @@ def conform(options: argparse.Namespace) -> int:
 
 
 def claims(options: argparse.Namespace) -> int:
-    """``m3hal claim verify F``: 0 it holds, 1 it is edited or stale, 3 this machine can't tell. ``compare A B``."""
+    """``m3hal claim verify F``: 0 it holds, 1 it is edited or stale, 3 this machine can't tell. The others, too."""
+    if options.action == "matrix":
+        backends = discover()
+        shipped = filter(is_whole, levels.shipped(backends))
+        found = support(backends, [*shipped, *map(unedited, options.files)])
+        emit(options, found.to_json(), support_page.terminal(found))
+        return 0
     if options.action == "compare":
         lines = compare(read(options.files[0]), read(options.files[1]))
         emit(options, {"differences": lines}, "\n".join(lines) or "Both say the same.")

@@ -54,6 +54,19 @@ def read(path: str | Path) -> dict[str, Any]:
     return found
 
 
+def unedited(path: str | Path) -> dict[str, Any]:
+    """A claim from its file; raises ConfigurationError also for one whose digest says that it was edited."""
+    found = read(path)
+    if digest(found) != found["digest"]:
+        raise ConfigurationError(f"{path} was edited: its digest does not match. Use the file as it was written.")
+    return found
+
+
+def is_whole(claim: Mapping[str, Any]) -> bool:
+    """Whether it has all that a claim has."""
+    return next(_misshapen(claim), None) is None
+
+
 def _misshapen(claim: Mapping[str, Any]) -> Iterator[str]:
     """What is missing, or of another kind than a claim has."""
     for name, kind in _PARTS.items():

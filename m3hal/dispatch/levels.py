@@ -37,6 +37,11 @@ def proved(backends: Iterable[Found], device: str) -> dict[str, str]:
     return {identity: level for identity, level in levels.items() if identity not in failed}
 
 
+def shipped(backends: Iterable[Found]) -> list[Mapping[str, Any]]:
+    """Every whole claim that lies beside a backend's manifest."""
+    return [claim for found in backends for claim in _claims(found)]
+
+
 def digest(claim: Mapping[str, Any]) -> str:
     """sha256 over everything but the digest itself."""
     text = json.dumps({k: v for k, v in claim.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))

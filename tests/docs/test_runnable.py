@@ -1,8 +1,8 @@
 """The manual's examples run. A block after `<!-- runnable -->` must succeed, one after `<!-- fails -->` must end with
 exit code 1; both print what a block after `<!-- prints -->` shows (`...` stands for anything).
 
-Shell blocks run in an empty folder. A page that has files (`<!-- file: path -->`) is a tutorial, with an environment to install
-into."""
+Shell blocks run in an empty folder. A page that has files (`<!-- file: path -->`) is a tutorial, with an environment to
+install into."""
 
 from __future__ import annotations
 

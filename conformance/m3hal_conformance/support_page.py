@@ -1,0 +1,97 @@
+"""The support matrix as text for a terminal and as a page of the manual."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from m3hal.dispatch.table import table
+from m3hal_conformance.support import FORMATS, STATES, Cell, Support
+
+_ENGINE = ("vllm", "torch", "device", "backend", "kv", "index", "state")
+
+
+def terminal(found: Support, width: int | None = None) -> str:
+    """A summary, one table for each backend and device, then models that were run."""
+    parts = [table(*_summary(found), width)]
+    for name, cells in _by_place(found):
+        parts.append(f"{name}\n{table(*_operators(cells), width)}")
+    if found.engines:
+        ran = [[run[key] for key in _ENGINE] for run in found.engines]
+        parts.append(f"models that were run\n{table(_ENGINE, ran, width)}")
+    used = dict.fromkeys(cell.state for cell in found.cells)
+    parts.append("\n".join(f"{state}: {STATES[state].replace('**', '')}" for state in STATES if state in used))
+    return "\n\n".join(parts)
+
+
+def page(found: Support) -> str:
+    """docs/support.md."""
+    words = "\n".join(f"| {state} | {meaning} |" for state, meaning in STATES.items())
+    parts = [
+        "<!-- Written by scripts/support_page.py (`make docs`) from claims; do not edit. -->\n# What runs where\n",
+        "By vLLM, torch, Triton, device and KV format, as far as [claims](publishing-a-claim.md) prove it: those that "
+        "the backends ship, and those in `docs/claims`. The same for what is installed: `m3hal claim matrix`.\n",
+        f"| state | meaning |\n|---|---|\n{words}\n",
+        "A cell of the first table counts operators by state. A contract is no run: its torch is that of the CPU which "
+        "ran the double.\n",
+        _markdown(*_summary(found)),
+    ]
+    if found.engines:
+        parts += [
+            "\n## Models that were run\n",
+            "Whole models in stock vLLM against transformers: equal tokens, in bf16 log-probabilities no further from "
+            "fp32 than its own. Everywhere else single operators were run, no model.\n",
+            _markdown(_ENGINE, [[run[key] for key in _ENGINE] for run in found.engines]),
+        ]
+    for name, cells in _by_place(found):
+        parts += [f"\n## {name}\n", _markdown(*_operators(cells))]
+    return "\n".join(parts) + "\n"
+
+
+Table = tuple[Sequence[str], list[list[str]]]
+
+
+def _summary(found: Support) -> Table:
+    """A row for each backend, device and kind of claim."""
+    header = ("device", "backend", "on", "torch", "Triton", "vLLM", *FORMATS)
+    rows = []
+    for place, cells in _places(found).items():
+        backend, device = place
+        software = [row for row in found.software if (row.backend, row.device) == place]
+        ran = ", ".join(dict.fromkeys(row.label for row in software if row.executor == "in-process" and row.label))
+        on = ran or ("a double" if software else "nothing")
+        torch = ", ".join(dict.fromkeys(row.torch for row in software))
+        triton = ", ".join(dict.fromkeys(row.triton for row in software if row.triton))
+        runs = [r for r in found.engines if (r["backend"], r["device"]) == place and not r["state"].startswith("stale")]
+        vllm = ", ".join(dict.fromkeys(str(run["vllm"]) for run in runs)) or "no model"
+        counts = [_counted(cell for cell in cells if cell.format == format) for format in FORMATS]
+        rows.append([device, backend, on, torch, triton, vllm, *counts])
+    return header, rows
+
+
+def _counted(cells: Iterable[Cell]) -> str:
+    states = Counter(cell.state for cell in cells)
+    return ", ".join(f"{states[state]} {state}" for state in STATES if states[state])
+
+
+def _operators(cells: Sequence[Cell]) -> Table:
+    states = {(cell.operator, cell.format): cell.state for cell in cells}
+    names = dict.fromkeys(cell.operator for cell in cells)
+    used = [format for format in FORMATS if any(cell.format == format for cell in cells)]
+    return ("operator", *used), [[name, *(states.get((name, format), "") for format in used)] for name in names]
+
+
+def _places(found: Support) -> dict[tuple[str, str], list[Cell]]:
+    places: dict[tuple[str, str], list[Cell]] = {}
+    for cell in found.cells:
+        places.setdefault((cell.backend, cell.device), []).append(cell)
+    return places
+
+
+def _by_place(found: Support) -> list[tuple[str, list[Cell]]]:
+    return [(f"{backend} on {device}", cells) for (backend, device), cells in _places(found).items()]
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
