@@ -20,13 +20,13 @@ from m3hal.dispatch.discovery import discover
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"
 #: those of this repository, in the page's order; whatever else is installed is no part of it
-BACKENDS = ("reference", "triton", "nvidia", "amd", "gaudi")
+DISTRIBUTIONS = ("m3hal", "m3hal-triton", "m3hal-nvidia", "m3hal-amd", "m3hal-gaudi")
 
 
 def page() -> str:
     """The page's text."""
-    installed = {found.name: found for found in discover() if found.is_usable}
-    backends = [installed[name] for name in BACKENDS]
+    usable = [found for found in discover() if found.is_usable and found.distribution in DISTRIBUTIONS]
+    backends = sorted(usable, key=lambda found: (DISTRIBUTIONS.index(found.distribution), found.name))
     shipped = filter(is_whole, levels.shipped(backends))
     claims = [*shipped, *map(unedited, sorted((ROOT / "docs" / "claims").glob("*.json")))]
     engines = runpy.run_path(str(ROOT / "scripts" / "engine_runs.py"))["runs"]()
