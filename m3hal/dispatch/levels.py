@@ -38,8 +38,8 @@ def proved(backends: Iterable[Found], device: str) -> dict[str, str]:
 
 
 def shipped(backends: Iterable[Found]) -> list[Mapping[str, Any]]:
-    """Every whole claim that lies beside a backend's manifest."""
-    return [claim for found in backends for claim in _claims(found)]
+    """Every whole claim that lies beside a backend's manifest, once where backends share a package."""
+    return list({str(claim["digest"]): claim for found in backends for claim in _claims(found)}.values())
 
 
 def digest(claim: Mapping[str, Any]) -> str:

@@ -84,6 +84,21 @@ def test_what_is_no_plan(run: Any, exported: str, tmp_path: Path) -> None:
     assert (code, "name another file" in err) == (1, True)
 
 
+def test_a_checkpoint_whose_experts_are_stored_otherwise(run: Any, tmp_path: Path) -> None:
+    """``--weights nvfp4`` plans NVFP4 experts and MXFP8 projections, and diff tells them from a plain one."""
+    plain, mixed = str(tmp_path / "plain.json"), str(tmp_path / "mixed.json")
+    for path, more in ((plain, ()), (mixed, ("--weights", "nvfp4"))):
+        assert run("plan", "export", path, "--backend", "reference", "--device", "cpu", *more)[0] == 0
+    rows = json.loads(run("plan", "diff", plain, mixed, "--json")[1])["differences"]
+    assert {(row["about"], row["what"]): row["now"] for row in rows} == {
+        ("site dense_attention", "weight_format"): "mxfp8",
+        ("site sparse_attention", "weight_format"): "mxfp8",
+        ("site dense_mlp", "weight_format"): "mxfp8",
+        ("site moe", "weight_format"): "nvfp4",
+        ("site moe", "projection_format"): "mxfp8",
+    }
+
+
 def test_export_tells_when_nothing_serves(run: Any, tmp_path: Path) -> None:
     """The file is there, and the exit code is 3, as explain's is."""
     path = tmp_path / "plan.json"
