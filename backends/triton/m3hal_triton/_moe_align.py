@@ -1,7 +1,7 @@
 """What comes before the experts' products: tokens in the order of their experts, activations in fp16.
 
 All is found on the device from the ids. A (token, slot) pair has the number ``token * SLOTS + slot``; pairs of one
-expert become neighbours, and up to BT of them make a work item: expert, first position, pairs. An id of -1 is no pair.
+expert become neighbours, and up to MOST of them make a work item: expert, first position, pairs. An id of -1 is no pair.
 The order among one expert's pairs may differ between runs, no row's result does.
 """
 
@@ -14,7 +14,7 @@ import triton.language as tl
 SORTED_ALONE = 1024
 #: pairs of a program when many sort
 PAIRS = 256
-_ARRAYS = ["ids", "order", "items", "total", "ranks", "counts", "x_factor"]
+_ARRAYS = ["ids", "order", "items", "total", "positions", "counts", "x_factor"]
 
 
 @triton.jit
@@ -25,23 +25,24 @@ def _expert(ids, id_strides, pair, pairs, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _items(items, total, counts, starts, e, BT: tl.constexpr):
-    """The work items of all experts, and how many there are."""
-    tiles = tl.cdiv(counts, BT)
+def _items(items, total, counts, starts, e, MOST: tl.constexpr):
+    """The work items of all experts, and how many there are. An expert's have equally many pairs, MOST at most."""
+    tiles = tl.cdiv(counts, MOST)
+    share = tl.cdiv(counts, tl.maximum(tiles, 1))
     first = tl.cumsum(tiles, 0) - tiles
     tl.store(total, tl.sum(tiles, 0))
     for index in range(tl.max(tiles, 0)):
         record = items + (first + index) * 4
         there = index < tiles
         tl.store(record, e, mask=there)
-        tl.store(record + 1, starts + index * BT, mask=there)
-        tl.store(record + 2, tl.minimum(counts - index * BT, BT), mask=there)
+        tl.store(record + 1, starts + index * share, mask=there)
+        tl.store(record + 2, tl.minimum(counts - index * share, share), mask=there)
 
 
 @triton.jit
 def _sort(
-    ids, id_strides, order, items, total, pairs,
-    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr,
+    ids, id_strides, order, positions, items, total, pairs,
+    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """A pair's position: how many go to lower experts, and how many before it to its own."""
     pair, e = tl.arange(0, ALL), tl.arange(0, EXPERTS)
@@ -55,16 +56,17 @@ def _sort(
         position += tl.sum(((theirs >= 0) & before).to(tl.int32), 1)
         counts += tl.sum((theirs == e[:, None]).to(tl.int32), 1)
     tl.store(order + position, pair, mask=mine >= 0)
-    _items(items, total, counts, tl.cumsum(counts, 0) - counts, e, BT)
+    tl.store(positions + pair, position, mask=mine >= 0)
+    _items(items, total, counts, tl.cumsum(counts, 0) - counts, e, MOST)
 
 
 @triton.jit
-def _count(ids, id_strides, ranks, counts, program, pairs, SLOTS: tl.constexpr, PAIRS: tl.constexpr):
-    """The rank of each pair among its expert's."""
+def _count(ids, id_strides, positions, counts, program, pairs, SLOTS: tl.constexpr, PAIRS: tl.constexpr):
+    """The rank of each pair among its expert's, until its position is known."""
     pair = program * PAIRS + tl.arange(0, PAIRS)
     mine = _expert(ids, id_strides, pair, pairs, SLOTS)
     rank = tl.atomic_add(counts + mine, 1, mask=mine >= 0, sem="relaxed")
-    tl.store(ranks + pair, rank, mask=mine >= 0)
+    tl.store(positions + pair, rank, mask=mine >= 0)
 
 
 @triton.jit
@@ -99,7 +101,7 @@ def begin(
     order,
     items,
     total,
-    ranks,
+    positions,
     counts,  # zeros, unless one program sorts
     tokens,
     pairs,
@@ -110,7 +112,7 @@ def begin(
     EXPERTS: tl.constexpr,
     ALL: tl.constexpr,  # 0: several sort
     PAIRS: tl.constexpr,
-    BT: tl.constexpr,
+    MOST: tl.constexpr,
     WIDE: tl.constexpr,
     FOUR_BIT: tl.constexpr,
     EARLY: tl.constexpr,
@@ -123,9 +125,9 @@ def begin(
     if program < sorters:
         if ALL > 0:
             CHUNK: tl.constexpr = 64 if ALL > 64 else ALL
-            _sort(ids, id_strides, order, items, total, pairs, SLOTS, EXPERTS, ALL, CHUNK, BT)
+            _sort(ids, id_strides, order, positions, items, total, pairs, SLOTS, EXPERTS, ALL, CHUNK, MOST)
         else:
-            _count(ids, id_strides, ranks, counts, program, pairs, SLOTS, PAIRS)
+            _count(ids, id_strides, positions, counts, program, pairs, SLOTS, PAIRS)
     elif wide is not None:
         _convert(x, x_strides, wide, x_factor, program - sorters, size, padded, WIDE, FOUR_BIT)
 
@@ -134,7 +136,7 @@ def begin(
 def scatter(
     ids,
     id_strides,
-    ranks,
+    positions,
     counts,
     order,
     items,
@@ -143,16 +145,17 @@ def scatter(
     SLOTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
-    BT: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """Puts counted pairs into order; program 0 writes the work items."""
     program = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     found = tl.load(counts + e)
     if program == 0:
-        _items(items, total, found, tl.cumsum(found, 0) - found, e, BT)
+        _items(items, total, found, tl.cumsum(found, 0) - found, e, MOST)
     pair = program * PAIRS + tl.arange(0, PAIRS)
     mine = _expert(ids, id_strides, pair, pairs, SLOTS)
     start = tl.sum(tl.where(e[None, :] < mine[:, None], found[None, :], 0), 1)
-    rank = tl.load(ranks + pair, mask=mine >= 0, other=0)
-    tl.store(order + start + rank, pair, mask=mine >= 0)
+    position = start + tl.load(positions + pair, mask=mine >= 0, other=0)
+    tl.store(order + position, pair, mask=mine >= 0)
+    tl.store(positions + pair, position, mask=mine >= 0)

@@ -44,48 +44,44 @@ def _in_order(tile, BN: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _halves(codes, nibble):
-    """fp16, 2**-6 of the numbers that the given nibbles stand for."""
-    code = (codes >> (nibble * 4).to(tl.int64)[None, :]).to(tl.int32)
-    return (((code & 8) << 4) | ((code & 7) << 2)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+def _two(codes, HIGH: tl.constexpr, NATIVE: tl.constexpr):
+    """The numbers of two E4M3 codes in one half of int32, fp16 [..., 2]."""
+    if NATIVE:
+        pair = tl.inline_asm_elementwise(
+            CONVERT_HIGH if HIGH else CONVERT_LOW, "=r,r", [codes], dtype=tl.int32, is_pure=True, pack=1
+        )
+        low, high = pair.to(tl.int16).to(tl.float16, bitcast=True), (pair >> 16).to(tl.int16)
+        high = high.to(tl.float16, bitcast=True)
+    else:
+        codes = codes >> 16 if HIGH else codes
+        low = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = (codes >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return tl.join(low, high)
 
 
-def _instructions() -> str:
-    """PTX for a word: the even and the odd codes of each half as E4M3 in four bytes, to fp16 by pairs."""
-    lines = [".reg .b32 low, high, even, odd, sign;", ".reg .b16 a, b;", "mov.b64 {low, high}, $8;"]
-    for first, word in ((0, "low"), (4, "high")):
-        lines += [
-            f"shl.b32 even, {word}, 2;",
-            f"shl.b32 sign, {word}, 4;",
-            "and.b32 even, even, 0x1C1C1C1C;",
-            "lop3.b32 even, sign, 0x80808080, even, 0xEA;",  # (sign & mask) | even
-            f"shr.u32 odd, {word}, 2;",
-            "and.b32 odd, odd, 0x1C1C1C1C;",
-            f"lop3.b32 odd, {word}, 0x80808080, odd, 0xEA;",
-        ]
-        for register, codes in ((first, "even"), (first + 2, "odd")):
-            lines += [f"mov.b32 {{a, b}}, {codes};"]
-            lines += [f"cvt.rn.f16x2.e4m3x2 ${register}, a;", f"cvt.rn.f16x2.e4m3x2 ${register + 1}, b;"]
-    return "{ " + " ".join(lines) + " }"
-
-
-UNPACK = tl.constexpr(_instructions())
-OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["l"] * 16))
+_CONVERT = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, %s; }"
+CONVERT_LOW, CONVERT_HIGH = tl.constexpr(_CONVERT % "low"), tl.constexpr(_CONVERT % "high")
 
 
 @triton.jit
 def _e2m1(words, BN: tl.constexpr, BK: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
-    """2**-6 of the numbers of four-bit codes, [BN, BK] of int64 [BN, BK / 16]."""
-    codes = _sixteen(words, BN, BK)
-    column = tl.arange(0, BK) % 16
+    """2**-6 of the numbers of four-bit codes, [BN, BK] of int64 [BN, BK / 16].
+
+    For fp16, a code becomes an E4M3 code in the middle of a byte: seven shifts and logical instructions for eight, and
+    a conversion for two. All on single words: what a thread's registers hold next to one another is not known here.
+    """
     if tl.float32 == COMPUTE:
-        tile = _halves(codes, column).to(tl.float32)
-    elif NATIVE:
-        tile = tl.inline_asm_elementwise(
-            UNPACK, OPERANDS, [codes], dtype=tl.float16, is_pure=True, pack=16
-        )
+        nibble = (tl.arange(0, BK) % 16 * 4).to(tl.int64)[None, :]
+        code = (_sixteen(words, BN, BK) >> nibble).to(tl.int32)
+        code = (((code & 8) << 4) | ((code & 7) << 2)).to(tl.uint8)
+        tile = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        tile = _halves(codes, column // 8 * 8 + column % 4 * 2 + column % 8 // 4)
+        half = tl.join(words.to(tl.int32), (words >> 32).to(tl.int32))
+        even = ((half << 2) & 0x1C1C1C1C) | ((half << 4) & -0x7F7F7F80)
+        odd = ((half >> 2) & 0x1C1C1C1C) | (half & -0x7F7F7F80)
+        codes = tl.join(even, odd)
+        low, high = _two(codes, False, NATIVE), _two(codes, True, NATIVE)
+        tile = tl.reshape(tl.permute(tl.join(low, high), (0, 1, 2, 3, 5, 4)), (BN, BK))
     return tile
 
 
@@ -101,17 +97,29 @@ def _e8m0(codes, base, LIFT: tl.constexpr, COMPUTE: tl.constexpr):
     return power
 
 
+@triton.constexpr_function
+def scales_ahead(FORMAT, BK):
+    """Whether a step's scales are too few bytes for an asynchronous copy: loops load them one step ahead, then."""
+    return FORMAT in ("mxfp8", "mxfp4") and BK < 128
+
+
 @triton.jit
-def _scales(
-    scales, base, k, size, BK: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """[BN, groups], what decoded codes are multiplied by."""
-    GROUP: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
-    group = k // GROUP + tl.arange(0, BK // GROUP)[None, :]
-    if EVEN:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
-        codes = tl.load(scales + group)
-    else:
-        codes = tl.load(scales + group, mask=group < size // GROUP, other=0)
+def load_scales(scales, k, size, BK: tl.constexpr, FORMAT: tl.constexpr, EVEN: tl.constexpr):
+    """uint8 [BN, groups], from column k on; 0 beyond ``size`` and in a format without."""
+    codes = 0
+    if FORMAT == "mxfp8" or FORMAT == "mxfp4" or FORMAT == "nvfp4":
+        GROUP: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
+        group = k // GROUP + tl.arange(0, BK // GROUP)[None, :]
+        if EVEN:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
+            codes = tl.load(scales + group)
+        else:
+            codes = tl.load(scales + group, mask=group < size // GROUP, other=0)
+    return codes
+
+
+@triton.jit
+def _steps(codes, base, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
+    """What decoded codes are multiplied by."""
     if FORMAT == "nvfp4":
         step = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         step = step.to(tl.float32) * 64.0 if tl.float32 == COMPUTE else (step * 128.0).to(tl.float16)
@@ -129,7 +137,10 @@ def load_weights(
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BK] from column k on; columns beyond ``size`` are zeros. codes, scales: pointers to rows, [BN, 1]."""
+    """[BN, BK] from column k on; columns beyond ``size`` are zeros. codes: pointers to rows, [BN, 1].
+
+    scales: what :func:`load_scales` returned.
+    """
     if FORMAT == "mxfp4" or FORMAT == "nvfp4":
         word = k // 16 + tl.arange(0, BK // 16)[None, :]
         if EVEN:  # noqa: SIM108
@@ -144,9 +155,11 @@ def load_weights(
         else:
             tile = tl.load(codes + column, mask=column < size, other=0)
         if FORMAT == "mxfp8" or FORMAT == "fp8_e4m3":
-            tile = tile.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(COMPUTE)
+            tile = tile.to(tl.float8e4nv, bitcast=True)
+            if tl.float8e4nv != COMPUTE:
+                tile = tile.to(tl.float16).to(COMPUTE)
     if FORMAT == "mxfp8" or FORMAT == "mxfp4" or FORMAT == "nvfp4":
-        step = _scales(scales, base, k, size, BK, FORMAT, COMPUTE, EVEN)
+        step = _steps(scales, base, FORMAT, COMPUTE)
         GROUPS: tl.constexpr = step.shape[1]
         tile = tl.reshape(tl.reshape(tile, (BN, GROUPS, BK // GROUPS)) * step[:, :, None], (BN, BK))
     if tl.float16 == COMPUTE:

@@ -1,8 +1,10 @@
-"""The experts' two products: one loop over K, in two kernels that end differently, and the sum of their results.
+"""The experts' two products: one loop over K, in two kernels that end differently.
 
-A tile is BN rows of a weight matrix times BT tokens of its expert: weights are the left operand, so that they reach the
-matrix unit from registers, where stored codes are decoded (:mod:`_moe_decode`), and fill its rows however few the
-tokens are. Each program takes one tile of one work item, an expert and up to BT of its tokens.
+A tile is BN rows of a weight matrix times the tokens of one work item, an expert and some of its tokens: weights are
+the left operand, so that they reach the matrix unit from registers, where stored codes are decoded
+(:mod:`_moe_decode`), and fill its rows however few the tokens are. An item has up to BT tokens, or BT + BX: then a
+second, narrow product shares the tile of weights, because experts with a little more than BT tokens are as frequent as
+those with a little less.
 """
 
 from __future__ import annotations
@@ -10,103 +12,192 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._moe_decode import load_weights
+from m3hal_triton._moe_decode import load_scales, load_weights, scales_ahead
+
+_ARRAYS = ["items", "total", "order", "x_factor"]
+
+
+@triton.jit
+def _columns(inputs, k, width, step, BK: tl.constexpr, EVEN: tl.constexpr):
+    """[tokens, BK] from column k on; zeros beyond ``width``."""
+    column = k + tl.arange(0, BK)[None, :]
+    if EVEN:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
+        tile = tl.load(inputs + column * step)
+    else:
+        tile = tl.load(inputs + column * step, mask=column < width, other=0.0)
+    return tile
+
 
 @triton.jit
 def _product(
-    codes, scales, base, inputs, size, input_size,
-    BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
-    EVEN: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, step,
+    row, inputs, more, step, first, last, size, width,
+    BN: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BN, BT]. inputs: pointers to tokens [BT, 1], whose columns lie ``step`` apart."""
+    """fp32 [BN, BT] and [BN, BX], over columns ``first`` to ``last``. row: of :func:`_rows`.
+
+    inputs, more: pointers to tokens [BT, 1] and [BX, 1], whose columns lie ``step`` apart.
+    """
+    codes, scales, base, _ = row
     total = tl.zeros((BN, BT), tl.float32)
-    column = tl.arange(0, BK)[None, :]
-    for k in tl.range(0, size, BK, num_stages=STAGES):
-        weights = load_weights(codes, scales, base, k, size, BN, BK, FORMAT, COMPUTE, EVEN, NATIVE)
-        at = inputs + (k + column) * step
-        if EVEN:  # noqa: SIM108
-            tokens = tl.load(at)
+    extra = tl.zeros((BN, BX), tl.float32) if BX > 0 else 0.0
+    AHEAD: tl.constexpr = scales_ahead(FORMAT, BK)
+    following = load_scales(scales, first, size, BK, FORMAT, False) if AHEAD else 0
+    for k in tl.range(first, last, BK, num_stages=STAGES):
+        if AHEAD:
+            stored = following
+            following = load_scales(scales, k + BK, size, BK, FORMAT, False)
         else:
-            tokens = tl.load(at, mask=k + column < input_size, other=0.0)
+            stored = load_scales(scales, k, size, BK, FORMAT, EVEN)
+        weights = load_weights(codes, stored, base, k, size, BN, BK, FORMAT, COMPUTE, EVEN, NATIVE)
+        tokens = _columns(inputs, k, width, step, BK, EVEN)
         total = tl.dot(weights, tl.trans(tokens), total, input_precision=PRECISION)
-    return total
+        if BX > 0:
+            others = _columns(more, k, width, step, BK, EVEN)
+            extra = tl.dot(weights, tl.trans(others), extra, input_precision=PRECISION)
+    return total, extra
 
 
 @triton.jit
-def _item(items, total, order, tokens, program, tiles, BT: tl.constexpr, SORTED: tl.constexpr):
-    """Expert, first position and tokens of a program's work item; no tokens beyond the last item."""
-    item = program // tiles
+def _item(items, total, tokens, item, MOST: tl.constexpr, SORTED: tl.constexpr):
+    """Expert int64, first position and tokens of a work item; no tokens beyond the last item."""
     if SORTED:
         real = item < tl.load(total)
         expert = tl.load(items + item * 4, mask=real, other=0)
         start = tl.load(items + item * 4 + 1, mask=real, other=0)
         count = tl.load(items + item * 4 + 2, mask=real, other=0)
     else:  # one expert that every token takes
-        expert, start = item * 0, item * BT
-        count = tl.minimum(tokens - start, BT)
-    return expert.to(tl.int64), start, count
+        expert, start = item * 0, item * MOST
+        count = tl.minimum(tokens - start, MOST)
+    return expert.to(tl.int64), start.to(tl.int64), count
 
 
 @triton.jit
-def _pairs(order, start, count, BT: tl.constexpr, SORTED: tl.constexpr):
-    """Position int64 and (token, slot) of each column of the tile; columns beyond the last are copies of it."""
-    position = (start + tl.minimum(tl.arange(0, BT), count - 1)).to(tl.int64)
-    pair = tl.load(order + position).to(tl.int64) if SORTED else position
-    return position, pair
+def _tokens(order, position, there, SLOTS: tl.constexpr, SORTED: tl.constexpr):
+    """int64: whose activations lie at a position."""
+    if SORTED:
+        position = (tl.load(order + position, mask=there, other=0) // SLOTS).to(tl.int64)
+    return position
 
 
 @triton.jit
 def _rows(matrix, expert, n, height):
-    """Of a packed matrix (codes, their strides, scales, their strides, base, factor): what a tile's rows need."""
+    """What a tile's rows need of a packed matrix: pointers to codes and scales, bases and factors."""
     codes, code_strides, scales, scale_strides, base, factor = matrix
     row = tl.minimum(n, height - 1).to(tl.int64)
-    codes = codes + (expert * code_strides[0] + row * code_strides[1])[:, None]
+    code_rows = codes + (expert * code_strides[0] + row * code_strides[1])[:, None]
     flat = expert * height + row
-    bases = 0
-    multiplier = 1.0
+    scale_rows, bases, multiplier = 0, 0, 1.0
     if scales is not None:
-        scales = scales + (expert * scale_strides[0] + row * scale_strides[1])[:, None]
+        scale_rows = scales + (expert * scale_strides[0] + row * scale_strides[1])[:, None]
     if base is not None:
         bases = tl.load(base + flat)
     if factor is not None:
         multiplier = tl.load(factor + flat)[:, None]
-    return codes, scales, bases, multiplier
+    return code_rows, scale_rows, bases, multiplier
 
 
 @triton.jit
-def _activated(gate, up, alpha, beta, limit):
+def _span(split, size, BK: tl.constexpr, SPLITS: tl.constexpr):
+    """First and last column of a split."""
+    if SPLITS == 1:
+        first, last = 0, size
+    else:
+        part = tl.cdiv(tl.cdiv(size, BK), SPLITS) * BK
+        first = split * part
+        last = tl.minimum(first + part, size)
+    return first, last
+
+
+@triton.jit
+def activated(gate, up, alpha, beta, limit):
     """Comparisons with NaN are false, so a NaN stays."""
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return tl.div_rn(gate, 1.0 + tl.exp(-alpha * gate)) * (up + beta)
 
 
-_NUMBERS = ["tokens", "hidden_from", "size", "inner"]
-_ARRAYS = ["items", "total", "order", "x_factor", "weights"]
+@triton.jit
+def _finish_up(
+    sums, x_factor, order, start, count, n, tile, split, hidden, raw, positions, inner, numbers,
+    SLOTS: tl.constexpr, RAISE: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr,
+):  # fmt: skip
+    """Stores WIDTH tokens: activated, or the sums themselves where there is more to add."""
+    column = tl.arange(0, WIDTH)
+    there = column < count
+    if x_factor is not None:  # whose they are is asked again: it would have occupied registers in the loop
+        whose = _tokens(order, start + column, there, SLOTS, SORTED)
+        sums = sums * tl.load(x_factor + whose, mask=there, other=0.0)[None, :]
+    if raw is not None:
+        at = raw + ((split.to(tl.int64) * positions + start + column) * (2 * inner))[None, :] + n[:, None]
+        tl.store(at, sums, mask=(n < 2 * inner)[:, None] & there[None, :])
+    else:
+        alpha, beta, limit = numbers
+        HALF: tl.constexpr = BN // 2
+        both = tl.permute(tl.reshape(sums, (BN // 16, 2, 8, WIDTH)), (0, 2, 3, 1))
+        gate, above = tl.split(tl.reshape(both, (HALF, WIDTH, 2)))
+        result = activated(gate, above, alpha, beta, limit) * RAISE
+        feature = tile * HALF + tl.arange(0, HALF)
+        at = hidden + ((start + column) * inner)[None, :] + feature[:, None]
+        tl.store(at, result.to(hidden.dtype.element_ty), mask=(feature < inner)[:, None] & there[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_ARRAYS)
+@triton.jit
+def _up_tile(
+    x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width, inner,
+    numbers, SLOTS: tl.constexpr, RAISE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr,
+    BK: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, SORTED: tl.constexpr,
+    EVEN: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # columns beyond the last token are copies of it
+    position = start + tl.minimum(tl.arange(0, BT), count - 1)
+    inputs = x + (_tokens(order, position, position >= 0, SLOTS, SORTED) * x_strides[0])[:, None]
+    more = inputs
+    if BX > 0:
+        position = start + tl.minimum(BT + tl.arange(0, BX), count - 1)
+        more = x + (_tokens(order, position, position >= 0, SLOTS, SORTED) * x_strides[0])[:, None]
+    first, last = _span(split, size, BK, SPLITS)
+    total, extra = _product(
+        row, inputs, more, x_strides[1], first, last, size, width,
+        BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES,
+    )  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    _finish_up(
+        total * row[3], x_factor, order, start, count, n, tile, split, hidden, raw, positions, inner, numbers,
+        SLOTS, RAISE, BN, BT, SORTED,
+    )  # fmt: skip
+    if BX > 0:
+        _finish_up(
+            extra * row[3], x_factor, order, start + BT, count - BT, n, tile, split, hidden, raw, positions, inner,
+            numbers, SLOTS, RAISE, BN, BX, SORTED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "positions"], do_not_specialize_on_alignment=_ARRAYS)
 def up(
     x,
     x_strides,
-    x_factor,  # fp32 [T], of fp16 activations
+    x_factor,  # fp32 [T], or None
     matrix,
     items,
     total,
     order,
     hidden,  # [positions, inner]
+    raw,  # None, or fp32 [SPLITS, positions, 2 * inner] for the sums
     tokens,
+    positions,
     size,  # columns of the matrix
     width,  # columns of x: more where it was filled up
-    inner,  # features of hidden, a multiple of BLOCK; gate and up rows alternate in the matrix
-    alpha,
-    beta,
-    limit,
+    inner,  # features of hidden, a multiple of 64; gate and up rows alternate in the matrix
+    numbers,  # alpha, beta, limit
     SLOTS: tl.constexpr,
     RAISE: tl.constexpr,  # what hidden is multiplied by
     BN: tl.constexpr,
     BT: tl.constexpr,
+    BX: tl.constexpr,
     BK: tl.constexpr,
+    SPLITS: tl.constexpr,
     FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr,
     SORTED: tl.constexpr,
@@ -119,52 +210,79 @@ def up(
     """The activation of w13 times the tokens, in the order of their experts."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0)
     tiles = tl.cdiv(2 * inner, BN)
-    expert, start, count = _item(items, total, order, tokens, program, tiles, BT, SORTED)
+    tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
+    expert, start, count = _item(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
     if count <= 0:
         return
-    n = program % tiles * BN + tl.arange(0, BN)
-    codes, scales, base, multiplier = _rows(matrix, expert, n, 2 * inner)
-    position, pair = _pairs(order, start, count, BT, SORTED)
-    token = pair // SLOTS
-    sums = _product(
-        codes, scales, base, x + (token * x_strides[0])[:, None], size, width,
-        BN, BT, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, x_strides[1],
-    ) * multiplier  # fmt: skip
+    n = tile * BN + tl.arange(0, BN)
+    row = _rows(matrix, expert, n, 2 * inner)
+    if BX > 0 and count > BT:
+        _up_tile(
+            x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width,
+            inner, numbers, SLOTS, RAISE, BN, BT, BX, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
+            STAGES, EARLY,
+        )  # fmt: skip
+    else:
+        _up_tile(
+            x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width,
+            inner, numbers, SLOTS, RAISE, BN, BT, 0, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
+            STAGES, EARLY,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish_down(sums, factor, parts, start, count, n, rows, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    there = column < count
+    if factor is not None:
+        sums = sums * tl.load(factor + start + column, mask=there, other=0.0)[None, :]
+    at = parts + ((start + column) * rows)[None, :] + n[:, None]
+    tl.store(at, sums.to(parts.dtype.element_ty), mask=(n < rows)[:, None] & there[None, :])
+
+
+@triton.jit
+def _down_tile(
+    hidden, factor, row, parts, start, count, n, split, size, inner, rows,
+    LOWER: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    FORMAT: tl.constexpr, COMPUTE: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    inputs = hidden + ((start + tl.minimum(tl.arange(0, BT), count - 1)) * inner)[:, None]
+    more = inputs
+    if BX > 0:
+        more = hidden + ((start + tl.minimum(BT + tl.arange(0, BX), count - 1)) * inner)[:, None]
+    first, last = _span(split, size, BK, SPLITS)
+    total, extra = _product(
+        row, inputs, more, 1, first, last, size, inner,
+        BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES,
+    )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if x_factor is not None:
-        sums = sums * tl.load(x_factor + token)[None, :]
-    HALF: tl.constexpr = BN // 2
-    both = tl.permute(tl.reshape(sums, (BN // 16, 2, 8, BT)), (0, 2, 3, 1))
-    gate, above = tl.split(tl.reshape(both, (HALF, BT, 2)))
-    result = _activated(gate, above, alpha, beta, limit) * RAISE
-    feature = program % tiles * HALF + tl.arange(0, HALF)
-    there = (feature < inner)[:, None] & (tl.arange(0, BT) < count)[None, :]
-    at = hidden + (position * inner)[None, :] + feature[:, None]
-    tl.store(at, result.to(hidden.dtype.element_ty), mask=there)
+    _finish_down(total * (row[3] * LOWER), factor, parts, start, count, n, rows, BT)
+    if BX > 0:
+        _finish_down(extra * (row[3] * LOWER), factor, parts, start + BT, count - BT, n, rows, BX)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_ARRAYS)
+@triton.jit(do_not_specialize=["tokens", "positions"], do_not_specialize_on_alignment=["items", "total", "factor"])
 def down(
     hidden,  # [positions, inner]
+    factor,  # fp32 [positions], or None
     matrix,
     items,
     total,
-    order,
-    weights,
-    weight_strides,
-    parts,  # [pairs, rows]
+    parts,  # [SPLITS, positions, rows]
     tokens,
+    positions,
     size,  # features that w2 has
     inner,
     rows,
-    SLOTS: tl.constexpr,
     LOWER: tl.constexpr,  # 1 / RAISE
     BN: tl.constexpr,
     BT: tl.constexpr,
+    BX: tl.constexpr,
     BK: tl.constexpr,
+    SPLITS: tl.constexpr,
     FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr,
     SORTED: tl.constexpr,
@@ -174,58 +292,24 @@ def down(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """w2 times the hidden activations, times the routing weight, a row for each (token, slot)."""
+    """w2 times the hidden activations, in their order."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0)
     tiles = tl.cdiv(rows, BN)
-    expert, start, count = _item(items, total, order, tokens, program, tiles, BT, SORTED)
+    tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
+    expert, start, count = _item(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
     if count <= 0:
         return
-    n = program % tiles * BN + tl.arange(0, BN)
-    codes, scales, base, multiplier = _rows(matrix, expert, n, rows)
-    position, pair = _pairs(order, start, count, BT, SORTED)
-    sums = _product(
-        codes, scales, base, hidden + (position * inner)[:, None], size, inner,
-        BN, BT, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, 1,
-    ) * multiplier  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    weight = tl.full((BT,), LOWER, tl.float32)
-    if weights is not None:
-        weight = weight * tl.load(weights + pair // SLOTS * weight_strides[0] + pair % SLOTS * weight_strides[1])
-    there = (n < rows)[:, None] & (tl.arange(0, BT) < count)[None, :]
-    at = parts + (pair * rows)[None, :] + n[:, None]
-    tl.store(at, (sums * weight[None, :]).to(parts.dtype.element_ty), mask=there)
-
-
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ids"])
-def combine(
-    parts,
-    ids,
-    id_strides,
-    shared,  # [T, width]
-    out,
-    out_strides,
-    width,
-    tokens,
-    SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """The sum of a token's parts in the order of their slots, then the shared expert's; rounded once."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for slot in tl.static_range(SLOTS):
-        expert = tl.load(ids + token * id_strides[0] + slot * id_strides[1])
-        here = inside & (expert + column * 0 >= 0)
-        total += tl.load(parts + (token * SLOTS + slot) * width + column, mask=here, other=0.0).to(tl.float32)
-    if shared is not None:
-        total += tl.load(shared + token * width + column, mask=inside, other=0.0).to(tl.float32)
-    at = out + token * out_strides[0] + column * out_strides[1]
-    tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+    n = tile * BN + tl.arange(0, BN)
+    row = _rows(matrix, expert, n, rows)
+    into = parts + split.to(tl.int64) * positions * rows
+    if BX > 0 and count > BT:
+        _down_tile(
+            hidden, factor, row, into, start, count, n, split, size, inner, rows,
+            LOWER, BN, BT, BX, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, EARLY,
+        )  # fmt: skip
+    else:
+        _down_tile(
+            hidden, factor, row, into, start, count, n, split, size, inner, rows,
+            LOWER, BN, BT, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, EARLY,
+        )  # fmt: skip

@@ -219,3 +219,8 @@ def _restore(matrix: Matrix) -> Weight:
         scale = _taken(matrix.factor, matrix.order)[..., None]
     return QTensor(codes, matrix.spec, scale, None if matrix.global_scale is None else matrix.global_scale.clone())
 
+
+
+def format_of_matrix(matrix: Matrix, x: torch.Tensor) -> str:
+    """By its name; of a plain tensor, that of its elements."""
+    return matrix.spec.format if matrix.spec is not None else str(x.dtype).removeprefix("torch.")

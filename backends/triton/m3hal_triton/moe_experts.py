@@ -1,9 +1,9 @@
-"""``moe_experts``: each token's chosen experts, weighted and summed in fp32."""
+"""``moe_experts``: each token's chosen experts, weighted and summed in fp32, and the expert that all tokens share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,72 +16,39 @@ from m3hal.formats import PLAIN_FORMATS
 from m3hal.ops import ExpertLoRA, load
 from m3hal.shape import Site
 from m3hal_triton import _moe_align as align
+from m3hal_triton import _moe_combine as ends
 from m3hal_triton import _moe_gemm as gemm
+from m3hal_triton import _moe_lora as low_rank
 from m3hal_triton import _moe_weights as packing
-from m3hal_triton._launch import DOT_PRECISION, after, power_of_two_above, programmatic
+from m3hal_triton._launch import DOT_PRECISION, after, multiprocessors, power_of_two_above, programmatic
+from m3hal_triton._moe_tuning import FIXED, NARROW, Ladder, Tile, Tuning, ladder_of
 from m3hal_triton._moe_weights import Matrix, Packed
 
-#: columns of one program of the sum
+#: columns of one program of the sum, and of the activation
 COLUMNS = 2048
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Launch parameters of a product. rows: of the weights; depth: of K."""
-
-    rows: int
-    depth: int
-    warps: int = 4
-    stages: int = 4
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """tokens: of a tile, at most."""
-
-    tokens: int
-    up: Tile
-    down: Tile
-
-
-#: found on an H200, by storage format: (pairs for each expert up to which it is taken, tuning)
-Ladder = tuple[tuple[float, Tuning], ...]
-_FEW = Tile(128, 128)
-_MANY = Tile(128, 64, warps=8)
-_PLAIN: Ladder = (
-    (4, Tuning(16, Tile(64, 128), Tile(64, 128))),
-    (24, Tuning(32, Tile(128, 64), Tile(128, 64))),
-    (64, Tuning(64, Tile(128, 64), Tile(128, 64))),
-    (float("inf"), Tuning(128, Tile(256, 64, 8), Tile(256, 64, 8))),
-)
-_STORED: Ladder = (
-    (4, Tuning(16, _FEW, _FEW)),
-    (24, Tuning(32, _FEW, _FEW)),
-    (64, Tuning(64, _FEW, _FEW)),
-    (float("inf"), Tuning(128, _MANY, _MANY)),
-)
-#: IEEE products of fp32 hold their operands in registers
-NARROW: Ladder = ((float("inf"), Tuning(16, Tile(64, 32, stages=2), Tile(64, 32, stages=2))),)
-LADDERS: Mapping[str, Ladder] = {
-    "bfloat16": _PLAIN,
-    "fp8_e4m3": _STORED,
-    "mxfp8": _STORED,
-    "mxfp4": _STORED,
-    "nvfp4": _STORED,
-}
+#: tokens up to which a product may be split along K
+SPLIT_TOKENS = 64
+MAX_SPLITS = 8
+#: rows of one program of an adapter's second product, and columns of one step of its first
+LORA_ROWS, LORA_COLUMNS = 64, 256
 
 
 def moe_experts(site: Site) -> Kernel:
     """The kernel for a site: tiles are chosen by the number of tokens."""
-    wide = site.dtype == "float32"
-    ladder = NARROW if wide else LADDERS[site.weight_format]
-    return _kernel(site, _Run(site, ladder, wide))
+    return _kernel(site, NARROW if site.dtype == "float32" else ladder_of(site))
 
 
-def _kernel(site: Site, run: _Run) -> Kernel:
+def batch_invariant(site: Site) -> Kernel:
+    """The same, where a token has the same bits alone and in any batch: one tile for all, and no splits."""
+    return _kernel(site, NARROW if site.dtype == "float32" else FIXED)
+
+
+def _kernel(site: Site, ladder: Ladder) -> Kernel:
+    run = _Run(site, ladder)
+    few = range(1, min(site.max_tokens, SPLIT_TOKENS) + 1)
     return Kernel(
         run=run,
-        workspace_bytes=run.room(site.max_tokens).total,
+        workspace_bytes=max(run.room(tokens).total for tokens in {*few, site.max_tokens}),
         prepare_weights=partial(packing.prepare, is_wide=run.is_wide),
         update_weights=partial(packing.update, is_wide=run.is_wide),
         unpack=packing.unpack,
@@ -99,40 +66,103 @@ class _Room:
         self.parts[name] = (self.total, size)
         self.total += -(-size // 256) * 256
 
-    def take(self, workspace: torch.Tensor, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def take(self, workspace: torch.Tensor, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
+        """None for a part that is not there."""
+        if name not in self.parts:
+            return None
         offset, size = self.parts[name]
         return workspace[offset : offset + size].view(dtype).view(*shape)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """One call: its tensors, parts of the workspace, and how it is tiled."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    given: torch.Tensor  # activations as the product takes them
+    x_factor: torch.Tensor | None
+    items: torch.Tensor | None
+    total: torch.Tensor | None
+    order: torch.Tensor | None
+    hidden: torch.Tensor
+    raw: torch.Tensor | None
+    parts: torch.Tensor
+    count: int  # work items at most
+    format: str
+    compute: tl.dtype
+    slots: int
+    tuning: Tuning
+    splits: tuple[int, int]
+    early: bool
+    native: bool
+
+    @property
+    def lift(self) -> bool:
+        return self.compute == tl.float16
 
 
 class _Run:
     """``run(x, weights, ids, experts, lora=None, out=None, workspace=None)``."""
 
-    def __init__(self, site: Site, ladder: Ladder, is_wide: bool) -> None:
-        self._site, self._ladder, self.is_wide = site, ladder, is_wide
+    def __init__(self, site: Site, ladder: Ladder) -> None:
+        self._site, self._ladder = site, ladder
+        self.is_wide = site.dtype == "float32"
         self._slots, self._experts = site.top_k_experts, site.num_local_experts
-        self._dtype = torch.float32 if is_wide else torch.bfloat16
-        self._converts = not is_wide and site.weight_format not in PLAIN_FORMATS
+        formats = [site.weight_format] + ([site.shared_format] if site.shared_intermediate_size else [])
+        self._stored = next((f for f in formats if f not in PLAIN_FORMATS), "")
+        self._converts = not self.is_wide and bool(self._stored)
+        # the largest hidden activation, brought towards the end of fp16's range
         largest = max(site.limit, 0.5 / max(site.alpha, 1e-6)) * (site.limit + abs(site.beta))
-        self._raise = float(1 << max((int(60000 / largest)).bit_length() - 1, 0)) if self._converts else 1.0
+        self._raise = float(1 << max(int(60000 / largest).bit_length() - 1, 0))
         self._fake = load("moe_experts").fake
+
+    def _compute(self, format: str) -> tl.dtype:
+        if self.is_wide:
+            return tl.float32
+        return tl.bfloat16 if format in PLAIN_FORMATS else tl.float16
+
+    def _tuning(self, pairs: int) -> Tuning:
+        return next(tuning for most, tuning in self._ladder if pairs <= most * self._experts)
+
+    def _splits(self, pairs: int, tile: Tile, rows: int, size: int) -> int:
+        """Parts of K, so that few experts still fill the GPU."""
+        if not tile.programs or pairs > SPLIT_TOKENS * self._slots:
+            return 1
+        programs = min(self._experts, pairs) * triton.cdiv(rows, tile.rows)
+        target = tile.programs * _multiprocessors()
+        return max(min(target // programs, triton.cdiv(size, tile.depth) // 2, MAX_SPLITS), 1)
+
+    def _both_splits(self, pairs: int) -> tuple[int, int]:
+        site, tuning = self._site, self._tuning(pairs)
+        inner = packing.padded(site.intermediate_size)
+        return (
+            self._splits(pairs, tuning.up, 2 * inner, site.hidden_size),
+            self._splits(pairs, tuning.down, site.hidden_size, site.intermediate_size),
+        )
 
     def room(self, tokens: int) -> _Room:
         """What a call of so many tokens needs."""
         site, pairs, room = self._site, tokens * self._slots, _Room()
-        width = 4 if self.is_wide else 2
+        up, down = self._both_splits(pairs)
+        inner, width = packing.padded(site.intermediate_size), 4 if self.is_wide else 2
         room.add("numbers", 4 * (power_of_two_above(self._experts) + 1))
         room.add("items", 16 * (min(self._experts, pairs) + pairs // 16 + 1))
         room.add("order", 4 * pairs)
-        room.add("ranks", 4 * pairs)
+        room.add("positions", 4 * pairs)
         if self._converts:
             room.add("wide", 2 * tokens * packing.padded(site.hidden_size))
             room.add("x_factor", 4 * tokens)
-        room.add("hidden", width * pairs * packing.padded(site.intermediate_size))
-        room.add("parts", 4 * pairs * site.hidden_size)
+        room.add("hidden", width * pairs * inner)
+        if up > 1 or site.lora_rank:
+            room.add("raw", 8 * up * pairs * inner)
+        room.add("parts", 4 * down * pairs * site.hidden_size)
+        if site.lora_rank:
+            room.add("low", 4 * pairs * site.lora_rank)
+        if site.shared_intermediate_size:
+            room.add("shared_hidden", width * tokens * packing.padded(site.shared_intermediate_size))
+            room.add("shared_parts", 4 * tokens * site.hidden_size)
         return room
-
-    def _tuning(self, pairs: int) -> Tuning:
-        return next(t for most, t in self._ladder if pairs <= most * self._experts or most == float("inf"))
 
     def __call__(
         self,
@@ -145,119 +175,187 @@ class _Run:
         workspace: torch.Tensor | None = None,
     ) -> torch.Tensor:
         result = self._fake(x, weights, ids, experts) if out is None else out
-        tokens = len(x)
-        if tokens == 0:
+        if len(x) == 0:
             return result
         assert workspace is not None
-        room, pairs = self.room(tokens), tokens * self._slots
-        tuning, early = self._tuning(pairs), programmatic(x.device)
-        take = partial(room.take, workspace)
-        numbers = take("numbers", torch.int32, -1)
-        counts, total = numbers[:-1], numbers[-1:]
-        items, order = take("items", torch.int32, -1), take("order", torch.int32, -1)
-        wide = take("wide", torch.float16, tokens, -1) if self._converts else None
-        x_factor = take("x_factor", torch.float32, -1) if self._converts else None
-        work = (items, total, order)
-        self._begin(x, ids, wide, x_factor, work, take("ranks", torch.int32, -1), counts, tuning, early)
-        hidden = take("hidden", torch.float16 if self._converts else self._dtype, pairs, -1)
-        parts = take("parts", torch.float32, pairs, -1)
-        given = x if wide is None else wide
-        count = min(self._experts, pairs) + pairs // tuning.tokens
-        self._up(given, x_factor, experts.w13, work, hidden, tuning, count, early)
-        self._down(hidden, experts.w2, work, weights, parts, tuning, count, early)
-        gemm.combine[(tokens, triton.cdiv(parts.shape[1], COLUMNS))](
-            parts, ids, ids.stride(), None, result, result.stride(), parts.shape[1], tokens,
-            SLOTS=self._slots, COLUMNS=min(COLUMNS, power_of_two_above(parts.shape[1])), EARLY=early, num_warps=4,
-            **after(early),
+        take = partial(self.room(len(x)).take, workspace)
+        positions = take("positions", torch.int32, -1)
+        batch = self._batch(x, ids, experts, take)
+        self._begin(batch, take, positions)
+        if lora is not None and batch.raw is None:
+            raise ValueError("this site says that it has no adapters (lora_rank 0); plan it with their rank")
+        self._up(batch, experts.w13, positions if lora is not None else None, lora, take)
+        self._down(batch, experts.w2)
+        if lora is not None:
+            self._adapt(batch, lora, positions, take, experts, is_first=False)
+        shared = self._shared(batch, experts, take)
+        width = batch.parts.shape[-1]
+        ends.combine[(len(x), triton.cdiv(width, COLUMNS))](
+            batch.parts, positions, len(x) * self._slots, ids, ids.stride(), weights, weights.stride(), shared, result,
+            result.stride(), width, SLOTS=self._slots, SPLITS=batch.splits[1],
+            COLUMNS=min(COLUMNS, power_of_two_above(width)), EARLY=batch.early, num_warps=4, **after(batch.early),
         )  # fmt: skip
         return result
 
-    def _begin(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        wide: torch.Tensor | None,
-        x_factor: torch.Tensor | None,
-        work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        ranks: torch.Tensor,
-        counts: torch.Tensor,
-        tuning: Tuning,
-        early: bool,
-    ) -> None:
-        tokens, pairs = len(x), len(x) * self._slots
-        items, total, order = work
-        alone = pairs <= align.SORTED_ALONE
-        if not alone:
-            counts.zero_()
-        sorters = 1 if alone else triton.cdiv(pairs, align.PAIRS)
-        padded = 0 if wide is None else wide.shape[1]
-        shared = {"SLOTS": self._slots, "EXPERTS": len(counts), "PAIRS": align.PAIRS, "BT": tuning.tokens}
-        align.begin[(sorters + (0 if wide is None else tokens),)](
-            x, x.stride(), wide, x_factor, ids, ids.stride(), order, items, total, ranks, counts,
-            tokens, pairs, sorters, x.shape[1], padded,
-            **shared, ALL=max(power_of_two_above(pairs), 16) if alone else 0, WIDE=power_of_two_above(max(padded, 64)),
-            FOUR_BIT=self._site.weight_format in ("mxfp4", "nvfp4"), EARLY=early and alone, num_warps=8,
-            **after(early and alone),
-        )  # fmt: skip
-        if not alone:
-            align.scatter[(sorters,)](ids, ids.stride(), ranks, counts, order, items, total, pairs, **shared)
+    def _batch(self, x: torch.Tensor, ids: torch.Tensor, experts: Packed, take: Any) -> _Batch:
+        tokens, pairs, format = len(x), len(x) * self._slots, packing.format_of_matrix(experts.w13, x)
+        tuning, compute = self._tuning(pairs), self._compute(format)
+        numbers, splits = take("numbers", torch.int32, -1), self._both_splits(pairs)
+        has_wide = compute == tl.float16
+        return _Batch(
+            x=x,
+            ids=ids,
+            given=take("wide", torch.float16, tokens, -1) if has_wide else x,
+            x_factor=take("x_factor", torch.float32, -1) if has_wide else None,
+            items=take("items", torch.int32, -1),
+            total=numbers[-1:],
+            order=take("order", torch.int32, -1),
+            hidden=take("hidden", torch.float16 if has_wide else x.dtype, pairs, -1),
+            raw=take("raw", torch.float32, splits[0], pairs, -1),
+            parts=take("parts", torch.float32, splits[1], pairs, -1),
+            count=min(self._experts, pairs) + pairs // tuning.most,
+            format=format,
+            compute=compute,
+            slots=self._slots,
+            tuning=tuning,
+            splits=splits,
+            early=programmatic(x.device),
+            native=native(x.device),
+        )
 
-    def _common(self, matrix: Matrix, tuning: Tuning, tile: Tile, device: torch.device, early: bool) -> dict[str, Any]:
+    def _begin(self, batch: _Batch, take: Any, positions: torch.Tensor) -> None:
+        x, ids = batch.x, batch.ids
+        tokens, pairs = len(x), len(x) * self._slots
+        wide, counts = take("wide", torch.float16, tokens, -1), take("numbers", torch.int32, -1)[:-1]
+        is_alone = pairs <= align.SORTED_ALONE
+        if not is_alone:
+            counts.zero_()
+        sorters = 1 if is_alone else triton.cdiv(pairs, align.PAIRS)
+        padded = 0 if wide is None else wide.shape[1]
+        early = batch.early and is_alone
+        same = {"SLOTS": self._slots, "EXPERTS": len(counts), "PAIRS": align.PAIRS, "MOST": batch.tuning.most}
+        align.begin[(sorters + (0 if wide is None else tokens),)](
+            x, x.stride(), wide, take("x_factor", torch.float32, -1), ids, ids.stride(), batch.order, batch.items,
+            batch.total, positions, counts, tokens, pairs, sorters, x.shape[1], padded,
+            **same, ALL=max(power_of_two_above(pairs), 16) if is_alone else 0,
+            WIDE=power_of_two_above(max(padded, 64)), FOUR_BIT=self._stored in ("mxfp4", "nvfp4"), EARLY=early,
+            num_warps=8, **after(early),
+        )  # fmt: skip
+        if not is_alone:
+            align.scatter[(sorters,)](
+                ids, ids.stride(), positions, counts, batch.order, batch.items, batch.total, pairs, num_warps=8, **same
+            )
+
+    def _common(self, batch: _Batch, matrix: Matrix, tile: Tile, splits: int) -> dict[str, Any]:
         """Launch arguments that both products take."""
-        compute = tl.float16 if self._converts else tl.float32 if self.is_wide else tl.bfloat16
         return {
-            "SLOTS": self._slots,
             "BN": tile.rows,
-            "BT": tuning.tokens,
+            "BT": batch.tuning.tokens,
+            "BX": batch.tuning.extra,
             "BK": tile.depth,
-            "FORMAT": self._site.weight_format,
-            "COMPUTE": compute,
-            "SORTED": True,
+            "SPLITS": splits,
+            "FORMAT": batch.format,
+            "COMPUTE": batch.compute,
+            "SORTED": batch.order is not None,
             "EVEN": matrix.size % tile.depth == 0,
-            "NATIVE": native(device),
+            "NATIVE": batch.native,
             "PRECISION": DOT_PRECISION,
             "STAGES": tile.stages,
-            "EARLY": early,
+            "EARLY": batch.early,
             "num_warps": tile.warps,
-            **after(early),
+            **after(batch.early),
         }
 
     def _up(
-        self,
-        x: torch.Tensor,
-        x_factor: torch.Tensor | None,
-        matrix: Matrix,
-        work: tuple[torch.Tensor, ...],
-        hidden: torch.Tensor,
-        tuning: Tuning,
-        count: int,
-        early: bool,
+        self, batch: _Batch, matrix: Matrix, positions: torch.Tensor | None, lora: ExpertLoRA | None, take: Any
     ) -> None:
-        site = self._site
-        gemm.up[(count * triton.cdiv(matrix.rows, tuning.up.rows),)](
-            x, x.stride(), x_factor, matrix.arguments(), *work, hidden, len(x), matrix.size, x.shape[1],
-            hidden.shape[1], site.alpha, site.beta, site.limit, RAISE=self._raise,
-            **self._common(matrix, tuning, tuning.up, x.device, early),
+        """Into ``hidden``; by way of ``raw`` where sums are split or adapters add to them."""
+        site, tile, splits = self._site, batch.tuning.up, batch.splits[0]
+        numbers = (site.alpha, site.beta, site.limit)
+        raw = batch.raw if splits > 1 or lora is not None else None
+        lift = self._raise if batch.lift else 1.0
+        count, inner = batch.hidden.shape
+        gemm.up[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
+            batch.given, batch.given.stride(), batch.x_factor, matrix.arguments(), batch.items, batch.total, batch.order,
+            batch.hidden, raw, len(batch.x), count, matrix.size, batch.given.shape[1], inner, numbers,
+            SLOTS=batch.slots, RAISE=lift, **self._common(batch, matrix, tile, splits),
+        )  # fmt: skip
+        if lora is not None and positions is not None:
+            self._adapt(batch, lora, positions, take, matrix, is_first=True)
+        if raw is not None:
+            columns = min(COLUMNS // 4, power_of_two_above(inner))
+            early = batch.early and lora is None
+            ends.activate[(count, triton.cdiv(inner, columns))](
+                raw, batch.hidden, count, inner, numbers, RAISE=lift, SPLITS=splits, COLUMNS=columns, EARLY=early,
+                num_warps=4, **after(early),
+            )  # fmt: skip
+
+    def _down(self, batch: _Batch, matrix: Matrix) -> None:
+        tile, splits = batch.tuning.down, batch.splits[1]
+        gemm.down[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
+            batch.hidden, None, matrix.arguments(), batch.items, batch.total, batch.parts, len(batch.x),
+            len(batch.hidden), matrix.size, batch.hidden.shape[1], matrix.rows,
+            LOWER=1.0 / self._raise if batch.lift else 1.0, **self._common(batch, matrix, tile, splits),
         )  # fmt: skip
 
-    def _down(
-        self,
-        hidden: torch.Tensor,
-        matrix: Matrix,
-        work: tuple[torch.Tensor, ...],
-        weights: torch.Tensor,
-        parts: torch.Tensor,
-        tuning: Tuning,
-        count: int,
-        early: bool,
+    def _shared(self, batch: _Batch, experts: Packed, take: Any) -> torch.Tensor | None:
+        """fp32 [T, H]: the shared expert's output; None without one."""
+        if experts.shared is None:
+            return None
+        tokens, format = len(batch.x), packing.format_of_matrix(experts.shared.w13, batch.x)
+        compute = self._compute(format)
+        has_wide = compute == tl.float16
+        own = replace(
+            batch,
+            given=take("wide", torch.float16, tokens, -1) if has_wide else batch.x,
+            x_factor=take("x_factor", torch.float32, -1) if has_wide else None,
+            items=None,
+            total=None,
+            order=None,
+            hidden=take("shared_hidden", torch.float16 if has_wide else batch.x.dtype, tokens, -1),
+            raw=None,
+            parts=take("shared_parts", torch.float32, 1, tokens, -1),
+            count=triton.cdiv(tokens, batch.tuning.most),
+            format=format,
+            compute=compute,
+            slots=1,
+            splits=(1, 1),
+        )
+        self._up(own, experts.shared.w13, None, None, take)
+        self._down(own, experts.shared.w2)
+        return own.parts[0]
+
+    def _adapt(
+        self, batch: _Batch, lora: ExpertLoRA, positions: torch.Tensor, take: Any, packed: Any, *, is_first: bool
     ) -> None:
-        gemm.down[(count * triton.cdiv(matrix.rows, tuning.down.rows),)](
-            hidden, matrix.arguments(), *work, weights, weights.stride(), parts, len(weights), matrix.size,
-            hidden.shape[1], matrix.rows, LOWER=1.0 / self._raise,
-            **self._common(matrix, tuning, tuning.down, hidden.device, early),
+        """Adds the adapters' part to the sums of a product; the first split takes it."""
+        site, pairs = self._site, len(batch.hidden)
+        rank, low = lora.a13.shape[2], take("low", torch.float32, pairs, -1)
+        if is_first:
+            inputs, features, a, b, sums, order, factor = (
+                batch.x, None, lora.a13, lora.b13, batch.raw, packed.order, 1.0,
+            )  # fmt: skip
+        else:
+            features, order = packed.w13.order, None
+            inputs, a, b, sums = batch.hidden, lora.a2, lora.b2, batch.parts
+            factor = 1.0 / self._raise if batch.lift else 1.0
+        same = {"SLOTS": self._slots, "RANK": power_of_two_above(rank)}
+        whose: Sequence[Any] = (lora.adapters, batch.ids, batch.ids.stride(), positions)
+        low_rank.shrink[(pairs,)](
+            inputs, inputs.stride(), features, a, a.stride(), *whose, low, a.shape[3], inputs.shape[1], rank, factor,
+            **same, COLUMNS=LORA_COLUMNS,
         )  # fmt: skip
+        height = sums.shape[-1]
+        low_rank.expand[(pairs, triton.cdiv(height, LORA_ROWS))](
+            low, b, b.stride(), lora.scales, *whose, order, sums, b.shape[2], height, rank, **same, ROWS=LORA_ROWS
+        )
 
 
 def native(device: torch.device) -> bool:
-    """Whether four-bit codes are unpacked by instructions of NVIDIA GPUs."""
+    """Whether stored codes are unpacked by instructions of NVIDIA GPUs."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+def _multiprocessors() -> int:
+    """Of the GPU in use; workspaces are sized before there are tensors."""
+    return multiprocessors(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

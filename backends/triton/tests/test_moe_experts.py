@@ -1,0 +1,266 @@
+"""Routed and shared experts and their adapters, against the definition in fp64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import DEVICE, poisoned, worst_row
+from m3hal_triton import _moe_tuning as tuning
+from m3hal_triton import moe_experts as module
+from m3hal_triton._moe_tuning import Tile, Tuning
+from m3hal_triton.moe_experts import batch_invariant, moe_experts
+
+from m3hal import formats
+from m3hal.formats import QTensor, nvfp4, spec_of
+from m3hal.ops import ExpertLoRA, ExpertWeights, load
+from m3hal.shape import MINIMAX_M3, ModelShape
+
+FORMATS = ("float32", "bfloat16", "fp8_e4m3", "mxfp8", "mxfp4", "nvfp4")
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+E, H, I = 6, 128, 96  # noqa: E741
+
+
+def _site(dtype, format, tokens=32, **values):
+    shape = ModelShape.from_config(
+        MINIMAX_M3,
+        dtype=dtype,
+        page_size=16,
+        max_tokens=tokens,
+        max_seqs=8,
+        max_context=512,
+        weight_format=format,
+    )
+    site = next(site for site in shape.sites() if site.kind == "moe")
+    small = {"hidden_size": H, "intermediate_size": I, "num_local_experts": E}
+    return replace(site, **(small | values))
+
+
+def _stored(x, format):
+    if format in ("float32", "bfloat16"):
+        return x.to(getattr(torch, format)).to(DEVICE)
+    if format == "nvfp4":
+        q = nvfp4.quantize(x, nvfp4.global_scale_of(x, own=1))
+    else:
+        q = formats.quantize(x, spec_of(format))
+    held = [None if t is None else t.to(DEVICE) for t in (q.data, q.scale, q.global_scale)]
+    return QTensor(held[0], q.spec, *held[1:])
+
+
+def _experts(format, experts=E, hidden=H, inner=I, seed=0, shared=None):
+    random = torch.Generator().manual_seed(seed)
+    size = 2.0 ** torch.arange(experts)[:, None, None]
+    w13 = torch.randn(experts, 2 * inner, hidden, generator=random) * 2 / hidden**0.5
+    w2 = torch.randn(experts, hidden, inner, generator=random) / inner**0.5 * size
+    return ExpertWeights(_stored(w13, format), _stored(w2, format), shared=shared)
+
+
+def _inputs(tokens, dtype, hidden=H, experts=E, slots=4, seed=1):
+    """Every third pair absent, its weight NaN; the last expert without a token."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=random).to(dtype)
+    ids = torch.rand(tokens, experts - 1, generator=random).topk(slots, -1).indices.int()
+    weights = torch.rand(tokens, slots, generator=random) + 0.1
+    absent = torch.rand(tokens, slots, generator=random) < 0.3
+    return [t.to(DEVICE) for t in (x, weights.masked_fill(absent, torch.nan), ids.masked_fill(absent, -1))]
+
+
+def _double(value):
+    if isinstance(value, ExpertWeights):
+        shared = None if value.shared is None else _double(value.shared)
+        return replace(value, w13=_double(value.w13), w2=_double(value.w2), shared=shared)
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _exact(site, x, weights, ids, experts, lora=None):
+    op = load("moe_experts")
+    if lora is not None:
+        lora = ExpertLoRA(*(_double(getattr(lora, name)) for name in lora.__dataclass_fields__))
+    given = (x.double(), weights.double(), ids, _double(experts))
+    return op.reference(*given, *((lora,) if lora is not None else ()), **op.static_values(site))
+
+
+def _run(kernel, x, weights, ids, packed, *lora):
+    scratch = torch.full((kernel.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    return kernel.run(x, weights, ids, packed, *lora, out=poisoned(*x.shape, dtype=x.dtype), workspace=scratch)
+
+
+def _dtype(format):
+    return torch.float32 if format == "float32" else torch.bfloat16
+
+
+def _name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_every_format(format, tokens):
+    """Absent pairs with NaN weights, experts without a token, scales of every row, group and expert."""
+    dtype = _dtype(format)
+    site, experts = _site(_name(dtype), format), _experts(format)
+    kernel, given = moe_experts(site), _inputs(tokens, dtype)
+    out = _run(kernel, *given, kernel.prepare_weights(experts))
+    assert worst_row(out, _exact(site, *given, experts)) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("format", FORMATS[2:])
+def test_stored_weights_beside_fp32(format):
+    """Products in IEEE fp32 of the very numbers that codes stand for."""
+    site, experts = _site("float32", format), _experts(format)
+    kernel, given = moe_experts(site), _inputs(5, torch.float32)
+    out = _run(kernel, *given, kernel.prepare_weights(experts))
+    assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.float32]
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(("hidden", "inner"), [(96, 32), (64, 416), (192, 160)])
+def test_sizes_that_fill_no_tile(format, hidden, inner):
+    """Columns and features beyond the matrices are zeros, whatever memory holds."""
+    site = _site("bfloat16", format, hidden_size=hidden, intermediate_size=inner)
+    experts, given = _experts(format, hidden=hidden, inner=inner), _inputs(5, torch.bfloat16, hidden)
+    kernel = moe_experts(site)
+    out = _run(kernel, *given, kernel.prepare_weights(experts))
+    assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3"])
+def test_many_pairs_are_sorted_by_many_programs(format):
+    """More pairs than one program sorts; one expert holds most of them."""
+    tokens = 300
+    site = _site("bfloat16", format, tokens, hidden_size=64, intermediate_size=32)
+    experts, (x, weights, ids) = _experts(format, hidden=64, inner=32), _inputs(tokens, torch.bfloat16, 64)
+    ids[:, 0] = 2
+    weights[:, 0] = 0.5
+    kernel = moe_experts(site)
+    out = _run(kernel, x, weights, ids, kernel.prepare_weights(experts))
+    assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp4"])
+def test_split_sums(format):
+    """Few experts and a long K: products in parts, activated and summed afterwards."""
+    site = _site("bfloat16", format, hidden_size=1024, intermediate_size=512)
+    experts, given = _experts(format, hidden=1024, inner=512), _inputs(1, torch.bfloat16, 1024)
+    kernel = moe_experts(site)
+    assert min(kernel.run._both_splits(4)) > 1
+    out = _run(kernel, *given, kernel.prepare_weights(experts))
+    assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp8", "nvfp4"])
+def test_a_narrow_product_beside_the_tile(format):
+    """Experts with fewer tokens than a tile, with a few more, and with several tiles."""
+    tile = Tile(128, 64)
+    ladder = ((float("inf"), Tuning(16, tile, tile, extra=16)),)
+    site = _site("bfloat16", format, 40)
+    experts, (x, weights, ids) = _experts(format), _inputs(40, torch.bfloat16)
+    ids[:, 0], weights[:, 0] = 1, 0.7
+    ids[:20, 1], weights[:20, 1] = 0, 0.2
+    kernel = module._kernel(site, ladder)
+    out = _run(kernel, x, weights, ids, kernel.prepare_weights(experts))
+    assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize(("format", "shared"), [("bfloat16", "bfloat16"), ("mxfp8", "bfloat16"), ("mxfp8", "mxfp8")])
+def test_shared_expert(format, shared):
+    """Every token's, with weight 1, in a format and of a size of its own; also where all routed pairs are absent."""
+    site = _site("bfloat16", format, shared_intermediate_size=160, shared_format=shared)
+    experts = _experts(format, shared=_experts(shared, 1, inner=160, seed=9))
+    x, weights, ids = _inputs(19, torch.bfloat16)
+    ids[3] = -1
+    kernel = moe_experts(site)
+    packed = kernel.prepare_weights(experts)
+    out = _run(kernel, x, weights, ids, packed)
+    assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "mxfp8", "nvfp4"])
+def test_adapters(format):
+    """Before the activation and after the second product; tokens without an adapter, experts absent."""
+    dtype = _dtype(format)
+    site, experts, rank = _site(_name(dtype), format, lora_rank=5), _experts(format), 5
+    random = torch.Generator().manual_seed(3)
+    a13, b13, a2, b2 = (
+        (torch.randn(2, E, *size, generator=random) / size[1] ** 0.5).to(dtype).to(DEVICE)
+        for size in ((rank, H), (2 * I, rank), (rank, I), (H, rank))
+    )
+    scales = torch.tensor([0.5, 2.0], device=DEVICE)
+    adapters = torch.tensor([0, 1, -1, 0, 1, 1, -1], dtype=torch.int32, device=DEVICE)
+    lora, given = ExpertLoRA(a13, b13, a2, b2, scales, adapters), _inputs(7, dtype)
+    kernel = moe_experts(site)
+    packed = kernel.prepare_weights(experts)
+    out = _run(kernel, *given, packed, lora)
+    assert worst_row(out, _exact(site, *given, experts, lora)) <= BOUND[dtype]
+    plain = _run(kernel, *given, packed)
+    assert worst_row(plain, _exact(site, *given, experts)) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_weights_come_back(format):
+    """Byte by byte; and after an update of two experts, those of the update."""
+    dtype = _dtype(format)
+    site, experts, others = _site(_name(dtype), format), _experts(format), _experts(format, seed=5)
+    kernel = moe_experts(site)
+    packed = kernel.prepare_weights(experts)
+    assert _bytes(kernel.unpack(packed)) == _bytes(experts)
+    few = slice(2, 4)
+    kernel.update_weights(packed, 2, ExpertWeights(others.w13[few], others.w2[few]))
+    mixed = [
+        torch.cat([old[:2], new[2:4], old[4:]])
+        for old, new in zip(_tensors(experts), _tensors(others), strict=True)
+        if old.ndim
+    ]
+    assert [t.tolist() for t in _tensors(kernel.unpack(packed))] == [t.tolist() for t in mixed]
+
+
+def _tensors(experts):
+    found = []
+    for weight in (experts.w13, experts.w2):
+        parts = (weight.data, weight.scale, weight.global_scale) if isinstance(weight, QTensor) else (weight,)
+        found += [part for part in parts if part is not None]
+    return found
+
+
+def _bytes(experts):
+    return [t.contiguous().view(torch.uint8).tolist() for t in _tensors(experts)]
+
+
+def test_no_token():
+    """An empty batch launches nothing."""
+    site = _site("bfloat16", "bfloat16")
+    kernel = moe_experts(site)
+    assert _run(kernel, *_inputs(0, torch.bfloat16), kernel.prepare_weights(_experts("bfloat16"))).shape == (0, H)
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp8"])
+def test_batch_invariant(format):
+    """A token has the same bits alone and in any batch."""
+    site, experts = _site("bfloat16", format), _experts(format)
+    kernel, (x, weights, ids) = batch_invariant(site), _inputs(21, torch.bfloat16)
+    packed = kernel.prepare_weights(experts)
+    together = _run(kernel, x, weights, ids, packed)
+    for token in (0, 8, 20):
+        rows = slice(token, token + 1)
+        assert torch.equal(_run(kernel, x[rows], weights[rows], ids[rows], packed), together[rows])
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp8"])
+def test_one_bad_token(format):
+    """A token of NaN stays alone with it, and so does an infinite one."""
+    site, experts = _site("bfloat16", format), _experts(format)
+    kernel, (x, weights, ids) = moe_experts(site), _inputs(9, torch.bfloat16)
+    packed = kernel.prepare_weights(experts)
+    good = _run(kernel, x, weights, ids, packed)
+    x[4], x[6, 3] = torch.nan, torch.inf
+    out = _run(kernel, x, weights, ids, packed)
+    others = [0, 1, 2, 3, 5, 7, 8]
+    assert torch.equal(out[others], good[others])
+    assert out[4].isnan().all()
+
+
+def test_ladders_cover_all_batches():
+    """Every number of pairs finds a tuning."""
+    for format in FORMATS[1:]:
+        ladder = tuning.ladder_of(_site("bfloat16", format))
+        assert ladder[-1][0] == float("inf")
+        assert [most for most, _ in ladder] == sorted(most for most, _ in ladder)
