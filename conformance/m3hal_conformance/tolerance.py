@@ -108,23 +108,27 @@ def _measured(
         return None if entry is None else float(entry[oracle])
 
     whole, none = error(traits), error({})
-    if whole is not None:
-        return whole
-    total, rest = none or 0.0, dict(traits)
-    parts = (
-        [part for size in range(len(rest) - 1, 0, -1) for part in combinations(rest, size)] if none is not None else []
-    )
-    for part in parts:
-        cost = error({name: rest[name] for name in part}) if set(part) <= set(rest) else None
-        if cost is not None:
-            total += max(0.0, cost - (none or 0.0))
-            rest = {name: value for name, value in rest.items() if name not in part}
-    if rest or not traits:
+
+    def cost(rest: Mapping[str, str]) -> float | None:
+        """Of the largest parts that were measured and together are the rest; None where some part never was."""
+        if not rest:
+            return 0.0
+        for part in (part for size in range(len(rest), 0, -1) for part in combinations(rest, size)):
+            found = error({name: rest[name] for name in part})
+            more = None if found is None else cost({n: value for n, value in rest.items() if n not in part})
+            if found is not None and more is not None:
+                return max(0.0, found - (none or 0.0)) + more
+        return None
+
+    if whole is None and none is not None:
+        extra = cost(traits)
+        whole = None if extra is None else none + extra
+    if whole is None:
         key, declared = key_of(operator, output, format, input_class, traits), ", ".join(map("=".join, traits.items()))
         raise UncalibratedError(
             f"the suite holds no bound for {key} ({declared or 'no traits'}); run m3hal_conformance.calibrate"
         )
-    return total
+    return whole
 
 
 @cache

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 from m3hal_conformance import ranks
+from m3hal_conformance.buckets import padded, sizes, trimmed
+from m3hal_conformance.harness import Outcome
 from m3hal_conformance.ranks import PerRank, of_rank, rank_count, run_ranks
 
+from m3hal import ops
 from m3hal.ops._group import Group
 
 
@@ -100,3 +103,18 @@ def test_ranks_record_gradients_as_their_caller_does(mode: Any) -> None:
         wanted = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
         found = run_ranks(2, lambda group: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
     assert found == [wanted] * 2
+
+
+def test_ranks_are_padded_to_one_bucket_each() -> None:
+    """Ranks with different numbers of tokens all get the bucket's, and lose the padding again."""
+    operator = ops.load("allreduce_add_rms_norm")
+    x = PerRank((torch.ones(3, 4), 2 * torch.ones(5, 4)))
+    inputs = {"x": x, "residual": torch.zeros(5, 4), "weight": torch.ones(4), "group": None}
+    assert sizes(operator, inputs) == {"tokens": 5}
+    given = padded(operator, inputs, {"tokens": (4, 8)})
+    assert [tuple(own.shape) for own in given["x"]] == [(8, 4), (8, 4)]
+    assert given["weight"] is inputs["weight"]
+    outcome = Outcome({"out": torch.cat(list(given["x"]))}, unwritten={"out": torch.zeros(16, 4, dtype=torch.bool)})
+    found = trimmed(operator, outcome, {"x": x, "group": None})
+    assert torch.equal(found.outputs["out"], torch.cat(list(x)))
+    assert found.unwritten["out"].shape == (8, 4)

@@ -84,6 +84,23 @@ DECLARED = [
     ("quantize", "to_mxfp8/float32", {"mx_scale_rule": "floor"}, {"mx_scale_rule": "even"}),
     ("qk_norm_rope_insert", "nvfp4_page_boundaries/bfloat16-planar", {"nvfp4_quantizer": "reciprocal"}, {}),
     ("qk_norm_rope_insert", "fp8_e4m3_page_boundaries/bfloat16", {"kv_scale_used": "no"}, {}),
+    ("allreduce_add_rms_norm", "ranks_3/bfloat16", {"reduce_dtype": "bfloat16"}, {"add_norm_round": "bfloat16"}),
+    (
+        "allreduce_add_rms_norm",
+        "cancelling/bfloat16",
+        {"reduce_dtype": "bfloat16_stepwise"},
+        {"reduce_dtype": "bfloat16"},
+    ),
+    ("mega_moe", "uneven_routed/float32", {"reduce_dtype": "bfloat16"}, {}),
+    ("mega_moe", "uneven_routed/bfloat16", {"activation_format": "mxfp8"}, {"activation_format": "mxfp4"}),
+    (
+        "mega_moe",
+        "ranks_2/bfloat16",
+        {"activation_format": "nvfp4", "nvfp4_quantizer": "token_global", "shared_activation_format": "mxfp8"},
+        {"activation_format": "nvfp4", "nvfp4_quantizer": "token_global"},
+    ),
+    ("draft_block_sample", "greedy/bfloat16", {"logits_round": "bfloat16"}, {"logits_round": "bias_bfloat16"}),
+    ("draft_block_sample", "sampled/bfloat16", {"logits_round": "bias_bfloat16"}, {}),
 ]
 IDS = [f"{operator}-{case.partition('/')[0]}-{'-'.join(traits.values())}" for operator, case, traits, _ in DECLARED]
 
