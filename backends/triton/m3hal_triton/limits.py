@@ -52,3 +52,24 @@ def _nesting(site: Site) -> str | None:
     if site.block_size and site.page_size % site.block_size and site.block_size % site.page_size:
         return f"page_size {site.page_size} and block_size {site.block_size} do not divide one another"
     return None
+
+
+#: fp16's largest number, less what rounding may add
+_HALF = 60000
+_PACKED = ("mxfp4", "nvfp4")
+
+
+def experts(site: Site) -> str | None:
+    """Plain weights are of the activations' dtype; stored ones of routed and shared experts walk K in one order."""
+    shared = site.shared_format if site.shared_intermediate_size else ""
+    for name, format in (("weight_format", site.weight_format), ("shared_format", shared)):
+        if format in ("float32", "bfloat16") and format != site.dtype:
+            return f"{name} is {format} and dtype is {site.dtype}; plain weights are of the activations' dtype"
+    if site.dtype == "float32":
+        return None
+    stored = [format for format in (site.weight_format, shared) if format not in ("", "bfloat16")]
+    if len({format in _PACKED for format in stored}) > 1:
+        return f"weight_format {site.weight_format} and shared_format {shared} take activations in different orders"
+    if stored and site.limit * (site.limit + abs(site.beta)) > _HALF:
+        return f"limit {site.limit} lets hidden activations leave fp16, in which products of stored weights run"
+    return None

@@ -30,6 +30,27 @@ _CACHE_PAGES = ("hnd", "nhd")
 _EVERY_PAGE = (*_CACHE_PAGES, "msa_slot", "planar")
 _WRITES = ("_encode.py", "_pages.py", "_rows.py", "_launch.py")
 _STORES = ("float32", "bfloat16", "fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4")
+_WEIGHTS = ("float32", "bfloat16", "fp8_e4m3", "mxfp8", "mxfp4", "nvfp4")
+_EXPERTS = (
+    _PLAIN,
+    one_of("weight_format", *_WEIGHTS),
+    one_of("shared_format", "", *_WEIGHTS),
+    at_least("shared_intermediate_size", 0),
+    at_most("lora_rank", 256),
+    at_most("num_local_experts", 1024),
+    at_most("top_k_experts", 32),
+)
+_GROUPED = (
+    "_moe_align.py",
+    "_moe_combine.py",
+    "_moe_decode.py",
+    "_moe_gemm.py",
+    "_moe_lora.py",
+    "_moe_tuning.py",
+    "_moe_weights.py",
+    "_decode.py",
+    "_launch.py",
+)
 _PRODUCT = ("_gate.py", "_stored.py", "_launch.py", "_encode.py", "quantize.py")
 
 
@@ -120,6 +141,21 @@ MANIFEST = Manifest(
                 limits=(at_most("num_experts", 1024), at_most("top_k_experts", 32), at_least("forced_routing", 0)),
                 files=("_choose.py", "_launch.py"),
             ),
+        ),
+        "moe_experts": tuple(
+            Impl(
+                f"m3hal_triton.moe_experts:{factory}",
+                limits=_EXPERTS,
+                predicate="m3hal_triton.limits:experts",
+                traits=traits,
+                traceable=False,
+                files=_GROUPED,
+                name=name,
+            )
+            for factory, name, traits in (
+                ("moe_experts", "", {}),
+                ("batch_invariant", "batch_invariant", {"batch_invariant": "yes"}),
+            )
         ),
         "kv_write": (
             Impl(
