@@ -72,9 +72,9 @@ MANIFEST = Manifest(
         "block_scores": "every scorer of FlashInfer 0.7.4 leaves NaN keys out of its maximum, where the definition has "
         "a visible NaN make its block's score NaN, and to find those keys afterwards would read the whole index cache "
         "a second time; besides, msa_proxy_score has no kernel for sm_100, sm_103 and sm_107, on sm_90 prefills from "
-        "fp8 queries and keys only, and takes its short decode path by counting tokens, which ragged batches can "
-        "satisfy by accident; msa_icp_index_score_sharded, for sm_100, sm_103 and sm_107, is experimental and takes "
-        "four heads, fp8 queries and keys, and the shard of one of two or four ranks",
+        "fp8 queries and keys only, and takes its short decode path by counting tokens, which a ragged batch that is "
+        "padded can satisfy by accident; msa_icp_index_score_sharded, for sm_100, sm_103 and sm_107, is experimental "
+        "and takes four heads, fp8 queries and keys, and the shard of one of two or four ranks",
         "select_blocks": "on sm_90 FlashInfer's msa_topk_select leaves ties open, and one of its kernels forces blocks "
         "by scores of 1e14 and 1e16 and takes a score below -1e30 for an absent block; on sm_100 there is no "
         "msa_proxy_score to go before it",
