@@ -1,7 +1,8 @@
 """Ranks as threads of this process: one callable per rank, with a group between them, on any device.
 
-Sums run in the order of the ranks, so a result has the same bits each time. A rank that raises, or returns while others
-wait for it, releases them.
+They take turns: one runs until it waits for the others, so that what is not safe in threads, such as Triton's
+interpreter, is safe here. Sums run in the order of the ranks, so a result has the same bits each time. A rank that
+raises, or returns while others wait for it, releases them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from torch import Tensor
 from m3hal.ops._group import Group
 
 T = TypeVar("T")
-#: how long a rank waits for the others, in seconds, before it gives up
-PATIENCE = 120.0
 
 
 class PerRank(tuple[Any, ...]):
@@ -30,7 +29,7 @@ class Deserted(RuntimeError):
 
 
 def run_ranks(size: int, call: Callable[[Group], T]) -> list[T]:
-    """``call(group)`` on each of ``size`` ranks at once; what they returned, in the order of the ranks.
+    """``call(group)`` on each of ``size`` ranks; what they returned, in the order of the ranks.
 
     Whether gradients are recorded is as it is here: torch knows that by thread. Raises what the lowest rank raised that
     was not merely deserted by another.
@@ -41,13 +40,15 @@ def run_ranks(size: int, call: Callable[[Group], T]) -> list[T]:
     is_inference, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def rank(index: int) -> None:
-        try:
-            with torch.inference_mode(is_inference), torch.set_grad_enabled(records):
-                returned[index] = call(_Rank(index, meeting))
-        except BaseException as error:
-            raised[index] = error
-        finally:
-            meeting.leave(index)
+        with meeting.turn:
+            try:
+                with torch.inference_mode(is_inference), torch.set_grad_enabled(records):
+                    returned[index] = call(_Rank(index, meeting))
+            except BaseException as error:
+                raised[index] = error
+            finally:
+                meeting.left.add(index)
+                meeting.turn.notify_all()
 
     threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(size)]
     for thread in threads:
@@ -126,10 +127,13 @@ class _Rank:
 
 @dataclass
 class _Meeting:
-    """Where the ranks of a group leave copies of their tensors for one another, round after round."""
+    """Where the ranks of a group leave copies of their tensors for one another, round after round.
+
+    turn: held by the rank that runs; it lets go of it while it waits.
+    """
 
     size: int
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    turn: threading.Condition = field(default_factory=threading.Condition)
     rounds: dict[int, dict[int, tuple[str, Tensor]]] = field(default_factory=dict)
     next_round: dict[int, int] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
@@ -139,28 +143,20 @@ class _Meeting:
         copy = x.detach().clone(memory_format=torch.contiguous_format)
         if x.device.type != "cpu":
             torch.accelerator.synchronize(x.device)
-        with self.changed:
-            number = self.next_round.get(rank, 0)
-            self.next_round[rank] = number + 1
-            posted = self.rounds.setdefault(number, {})
-            posted[rank] = (what, copy)
-            self.changed.notify_all()
-            if not self.changed.wait_for(lambda: len(posted) == self.size or self.left - posted.keys(), PATIENCE):
-                absent = sorted(set(range(self.size)) - posted.keys())
-                raise Deserted(f"rank {rank} waited {PATIENCE:.0f} s in {what} for ranks {absent}")
-            if len(posted) < self.size:
-                gone = sorted(self.left - posted.keys())
-                raise Deserted(f"rank {rank} waits in {what} for ranks {gone}, which have returned or raised")
-            self.rounds.pop(number - 1, None)  # whoever is here has read it, and so has everyone else posted
-        return self._alike(rank, posted)
-
-    def leave(self, rank: int) -> None:
-        with self.changed:
-            self.left.add(rank)
-            self.changed.notify_all()
+        number = self.next_round.get(rank, 0)
+        self.next_round[rank] = number + 1
+        posted = self.rounds.setdefault(number, {})
+        posted[rank] = (what, copy)
+        self.turn.notify_all()
+        self.turn.wait_for(lambda: len(posted) == self.size or self.left - posted.keys())
+        if len(posted) < self.size:
+            gone = sorted(self.left - posted.keys())
+            raise Deserted(f"rank {rank} waits in {what} for ranks {gone}, which have returned or raised")
+        self.rounds.pop(number - 1, None)  # whoever is here has read it, and so has everyone else posted
+        return self._alike(posted)
 
     @staticmethod
-    def _alike(rank: int, posted: Mapping[int, tuple[str, Tensor]]) -> list[Tensor]:
+    def _alike(posted: Mapping[int, tuple[str, Tensor]]) -> list[Tensor]:
         asked = {index: (what, tuple(x.shape), x.dtype) for index, (what, x) in sorted(posted.items())}
         if len(set(asked.values())) > 1:
             told = "; ".join(f"rank {i}: {what} of {dtype} {list(shape)}" for i, (what, shape, dtype) in asked.items())
