@@ -6,6 +6,7 @@ import importlib
 from functools import cache
 
 from m3hal.ops._batch import ExpertLoRA, ExpertWeights, QKNorms, SeqMeta
+from m3hal.ops._group import Group, ProcessGroup
 from m3hal.ops._operator import Numeric, Operator, Trait
 
 CORE = (
@@ -61,8 +62,10 @@ __all__ = [
     "NAMES",
     "ExpertLoRA",
     "ExpertWeights",
+    "Group",
     "Numeric",
     "Operator",
+    "ProcessGroup",
     "QKNorms",
     "SeqMeta",
     "Trait",
