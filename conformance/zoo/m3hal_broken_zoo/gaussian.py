@@ -17,6 +17,7 @@ from m3hal.dispatch.manifest import Kernel
 from m3hal.formats.plain import QSpec, QTensor
 from m3hal.layouts import KVLayout, PagedCache
 from m3hal.ops import ExpertWeights, QKNorms, SeqMeta
+from m3hal.ops.draft_block_sample import MarkovHead
 from m3hal.ops.rope_partial import rope_table
 from m3hal.shape import Site
 from m3hal_broken_zoo import Mutant
@@ -26,6 +27,8 @@ T, PAGES, P = 64, 17, 128
 
 def passes(mutant: Mutant) -> bool:
     """Whether a mutant stays within 1e-2 (absolute and relative) of the definition on Gaussian inputs, in fp32."""
+    if mutant.operator not in _INPUTS:  # peers test its parts
+        return False
     torch.manual_seed(1)
     operator = ops.load(mutant.operator)
     site = _SITES.get(mutant.operator, lambda: make_site(operator.sites[-1], "float32"))()
@@ -86,6 +89,14 @@ def _moe(site: Site) -> dict[str, Any]:
     return {"x": _n(T, 256), "weights": weights, "ids": ids, "experts": experts}
 
 
+def _draft(site: Site) -> dict[str, Any]:
+    head = MarkovHead(_n(1000, 256), _n(1000, 256) / 16)
+    noise = -torch.log(-torch.log(torch.rand(8, 7, 1000).clamp(1e-7, 1 - 1e-7)))
+    return {
+        "base_logits": _n(8, 7, 1000), "hidden": None, "head": head, "previous": torch.arange(8).int(), "noise": noise
+    }  # fmt: skip
+
+
 def _merge(site: Site) -> dict[str, Any]:
     scores = _n(T, 4, 64)
     shards = [scores[..., r::2].topk(16, -1) for r in range(2)]
@@ -119,10 +130,17 @@ _INPUTS: dict[str, Callable[[Site], dict[str, Any]]] = {
     "route_topk": lambda s: {"logits": _n(T, 128), "bias": 0.1 * _n(128)},
     "moe_experts": _moe,
     "qk_norm_rope_insert": _insert,
+    "allreduce_add_rms_norm": lambda s: {"x": _n(T, 6144), "residual": _n(T, 6144), "weight": 0.1 * _n(6144)},
+    "mega_moe": _moe,
+    "draft_block_sample": _draft,
 }  # fmt: skip
 
 _SITES: dict[str, Callable[[], Site]] = {
-    "moe_experts": lambda: make_site("moe", "float32", hidden_size=256, intermediate_size=96, num_local_experts=8),
+    **dict.fromkeys(
+        ("moe_experts", "mega_moe"),
+        lambda: make_site("moe", "float32", hidden_size=256, intermediate_size=96, num_local_experts=8),
+    ),
+    "allreduce_add_rms_norm": lambda: make_site("sparse_attention", "float32"),
     "sparse_attention": lambda: make_site("sparse_attention", "float32", tensor_parallel=2, return_lse=True),
     "paged_attention": lambda: make_site("dense_attention", "float32", tensor_parallel=2, return_lse=True),
     "qk_norm_rope_insert": lambda: make_site("sparse_attention", "float32", tensor_parallel=4),
