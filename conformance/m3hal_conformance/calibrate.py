@@ -59,6 +59,8 @@ _EVALUATED = {
 }
 _STORED = ("fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4")
 _E4M3 = {"p_dtype": "e4m3x448", "q_dtype": "e4m3"}
+#: as vLLM's MegaMoE sends tokens
+_MEGA_NVFP4 = {"activation_format": "nvfp4", "nvfp4_quantizer": "token_global", "reduce_dtype": "bfloat16"}
 #: freedoms that backends take together; others together are bounded by the sum of what each costs
 _TOGETHER: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]] = {
     _ATTENTION: (
@@ -94,7 +96,10 @@ _TOGETHER: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]] = {
     ("allreduce_add_rms_norm",): tuple(
         {"reduce_dtype": how, "add_norm_round": "bfloat16"} for how in ("bfloat16", "bfloat16_stepwise")
     ),
-    ("mega_moe",): tuple({"activation_format": f, "reduce_dtype": "bfloat16"} for f in _STORED),
+    ("mega_moe",): (
+        *({"activation_format": f, "reduce_dtype": "bfloat16"} for f in _STORED),
+        *({**_MEGA_NVFP4, **more} for more in ({}, {"shared_activation_format": "mxfp8"})),
+    ),
     ("qk_norm_rope_insert",): ({"norm_rope_round": "bfloat16", "rope_table": "bfloat16"},),
     ("qkv_norm_rope_insert",): ({"qkv_round": "bfloat16", "norm_rope_round": "bfloat16"},),
 }
