@@ -153,11 +153,9 @@ def load_weights(
         if EVEN:  # noqa: SIM108
             tile = tl.load(codes + column)
         else:
-            tile = tl.load(codes + column, mask=column < size, other=0)
-        if FORMAT == "mxfp8" or FORMAT == "fp8_e4m3":
-            tile = tile.to(tl.float8e4nv, bitcast=True)
-            if tl.float8e4nv != COMPUTE:
-                tile = tile.to(tl.float16).to(COMPUTE)
+            tile = tl.load(codes + column, mask=column < size, other=0.0 if tl.float8e4nv == COMPUTE else 0)
+        if (FORMAT == "mxfp8" or FORMAT == "fp8_e4m3") and tl.float8e4nv != COMPUTE:
+            tile = tile.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(COMPUTE)
     if FORMAT == "mxfp8" or FORMAT == "mxfp4" or FORMAT == "nvfp4":
         step = _steps(scales, base, FORMAT, COMPUTE)
         GROUPS: tl.constexpr = step.shape[1]

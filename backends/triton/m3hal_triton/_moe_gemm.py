@@ -29,6 +29,19 @@ def _columns(inputs, k, width, step, BK: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _waited(total, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
+    """The sums themselves, asked for at the end of a step, by no instruction.
+
+    Hopper's matrix unit reads a left operand from registers after the instruction has been issued. Triton 3.6 lets such
+    products run on into the next step of a loop, which loads its codes into the same registers: sums were wrong, now
+    and then. A result that is asked for is waited for.
+    """
+    if NATIVE and tl.float16 == COMPUTE:
+        total = tl.inline_asm_elementwise("", "=r,0", [total], dtype=tl.float32, is_pure=False, pack=1)
+    return total
+
+
+@triton.jit
 def _product(
     row, inputs, more, step, first, last, size, width,
     BN: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
@@ -55,6 +68,8 @@ def _product(
         if BX > 0:
             others = _columns(more, k, width, step, BK, EVEN)
             extra = tl.dot(weights, tl.trans(others), extra, input_precision=PRECISION)
+            extra = _waited(extra, COMPUTE, NATIVE)
+        total = _waited(total, COMPUTE, NATIVE)
     return total, extra
 
 

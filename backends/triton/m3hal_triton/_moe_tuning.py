@@ -37,25 +37,58 @@ class Tuning:
 _ALL = float("inf")
 #: (pairs for each expert up to which it is taken, tuning)
 Ladder = tuple[tuple[float, Tuning], ...]
+_MANY = Tuning(256, Tile(128, 64, warps=8), Tile(128, 64, warps=8), extra=32)
+_SOME = Tuning(64, Tile(128, 128, stages=3), Tile(128, 128, stages=3))
+_PLAIN_FEW, _PLAIN_MANY = Tile(128, 128, stages=3), Tile(128, 64, warps=8, stages=3)
 _PLAIN: Ladder = (
-    (4, Tuning(16, Tile(128, 128, stages=3, programs=2), Tile(128, 64, programs=2))),
+    (0.1, Tuning(16, Tile(128, 128, stages=3, programs=2), Tile(128, 128, stages=3, programs=2))),
+    (4, Tuning(16, _PLAIN_FEW, _PLAIN_FEW)),
     (24, Tuning(32, Tile(128, 64, warps=8, stages=5), Tile(128, 64, warps=8, stages=5))),
-    (64, Tuning(64, Tile(128, 64), Tile(128, 64))),
-    (_ALL, Tuning(128, Tile(256, 64, 8), Tile(256, 64, 8))),
+    (96, Tuning(64, Tile(128, 64), Tile(128, 64))),
+    (_ALL, Tuning(256, _PLAIN_MANY, _PLAIN_MANY, extra=32)),
 )
-_STORED: Ladder = (
-    (4, Tuning(16, Tile(128, 256, stages=3, programs=2), Tile(128, 128, programs=2))),
-    (24, Tuning(32, Tile(128, 256, warps=8, stages=3), Tile(128, 128))),
-    (64, Tuning(64, Tile(128, 128), Tile(128, 128))),
-    (_ALL, Tuning(256, Tile(128, 64, warps=8), Tile(128, 64, warps=8))),
+_SPLIT = Tile(128, 128, stages=3, programs=4)
+_E4M3_FEW = Tile(128, 256, stages=3)
+_E4M3: Ladder = (
+    (0.1, Tuning(16, _SPLIT, _SPLIT)),
+    (4, Tuning(16, _E4M3_FEW, _E4M3_FEW)),
+    (24, Tuning(32, Tile(128, 128, stages=3), Tile(128, 128, stages=3))),
+    (96, _SOME),
+    (_ALL, _MANY),
 )
+_E2M1_FEW = Tile(128, 256, warps=8, stages=3)
+_E2M1: Ladder = (_E4M3[0], (1, Tuning(16, _E2M1_FEW, _E2M1_FEW)), *_E4M3[1:])
+#: where ranks share the inner dimension: half as many rows, or half the depth, make more programs of what is left
+_SHARE = 1536
+_PLAIN_SHARED: Ladder = (
+    (0.1, Tuning(16, Tile(64, 128, stages=3, programs=3), Tile(64, 128, stages=3, programs=3))),
+    (4, Tuning(16, Tile(64, 128), _PLAIN_FEW)),
+    *_PLAIN[2:],
+)
+_E4M3_SHARED: Ladder = (_E4M3[0], (4, Tuning(16, Tile(64, 256, stages=3), Tile(128, 128))), *_E4M3[2:])
+_E2M1_SHARED: Ladder = (_E4M3[0], (4, Tuning(16, _E2M1_FEW, Tile(128, 128))), *_E4M3[2:])
 #: IEEE products of fp32 hold their operands in registers
 NARROW: Ladder = ((_ALL, Tuning(16, Tile(64, 32, stages=2), Tile(64, 32, stages=2))),)
 #: one for any number of tokens
 FIXED: Ladder = ((_ALL, Tuning(64, Tile(128, 128, stages=3), Tile(128, 128, stages=3))),)
-_LADDERS: Mapping[str, Ladder] = {"bfloat16": _PLAIN}
+#: activations rounded to FP8
+ROUNDED: Ladder = (
+    (4, Tuning(16, Tile(128, 256, stages=3, programs=2), Tile(128, 256, stages=3, programs=2))),
+    (24, Tuning(32, Tile(128, 128), Tile(128, 128))),
+    (64, Tuning(64, Tile(128, 128), Tile(128, 128))),
+    (_ALL, Tuning(256, Tile(128, 128, warps=8, stages=3), Tile(128, 128, warps=8, stages=3), extra=32)),
+)
+#: whole experts, then those that ranks share
+_LADDERS: Mapping[str, tuple[Ladder, Ladder]] = {
+    "bfloat16": (_PLAIN, _PLAIN_SHARED),
+    "fp8_e4m3": (_E4M3, _E4M3_SHARED),
+    "mxfp8": (_E4M3, _E4M3_SHARED),
+    "mxfp4": (_E2M1, _E2M1_SHARED),
+    "nvfp4": (_E2M1, _E2M1_SHARED),
+}
 
 
 def ladder_of(site: Site) -> Ladder:
-    """By the storage format of the routed experts."""
-    return _LADDERS.get(site.weight_format, _STORED)
+    """By the storage format of the routed experts, and by how many of their features are here."""
+    whole, shared = _LADDERS[site.weight_format]
+    return shared if site.intermediate_size < _SHARE else whole

@@ -43,9 +43,9 @@ class Matrix:
     def rows(self) -> int:
         return self.codes.shape[1]
 
-    def arguments(self) -> tuple[Any, ...]:
-        """As the kernels take it."""
-        codes = self.codes
+    def arguments(self, as_numbers: bool = False) -> tuple[Any, ...]:
+        """As the kernels take it. as_numbers: E4M3 codes labelled as such, not as bytes."""
+        codes = self.codes.view(torch.float8_e4m3fn) if as_numbers else self.codes
         if self.spec is not None and self.spec.format in ("mxfp4", "nvfp4"):
             codes = codes.view(torch.int64)
         strides = (0, 0) if self.scale is None else self.scale.stride()[:2]
@@ -68,29 +68,29 @@ def format_of(weight: Weight) -> str:
     return weight.spec.format if isinstance(weight, QTensor) else str(weight.dtype).removeprefix("torch.")
 
 
-def prepare(experts: ExpertWeights, *, is_wide: bool) -> Packed:
-    """Packs the experts. is_wide: products are in fp32, and walk K in its own order."""
+def prepare(experts: ExpertWeights, *, in_order: bool) -> Packed:
+    """Packs the experts. in_order: products walk K as it lies, and take factors whole."""
     order = _row_order(
-        _width(experts.w2), columns(format_of(experts.w2)) if _is_permuted(experts.w2, is_wide) else None
+        _width(experts.w2), columns(format_of(experts.w2)) if _is_permuted(experts.w2, in_order) else None
     )
-    shared = None if experts.shared is None else prepare(experts.shared, is_wide=is_wide)
+    shared = None if experts.shared is None else prepare(experts.shared, in_order=in_order)
     order = order.to(_data(experts.w13).device)
     w13, w2 = _empty(experts.w13, order), _empty(experts.w2, None)
     packed = Packed(w13, w2, experts.x_scale, experts.hidden_scale, shared)
-    _fill(packed.w13, 0, experts.w13, is_wide)
-    _fill(packed.w2, 0, experts.w2, is_wide)
+    _fill(packed.w13, 0, experts.w13, in_order)
+    _fill(packed.w2, 0, experts.w2, in_order)
     return packed
 
 
-def update(packed: Packed, first: int, experts: ExpertWeights, *, is_wide: bool) -> None:
+def update(packed: Packed, first: int, experts: ExpertWeights, *, in_order: bool) -> None:
     """Overwrites experts ``first``, ``first + 1``, ... in place."""
-    _fill(packed.w13, first, experts.w13, is_wide)
-    _fill(packed.w2, first, experts.w2, is_wide)
+    _fill(packed.w13, first, experts.w13, in_order)
+    _fill(packed.w2, first, experts.w2, in_order)
     for old, new in ((packed.x_scale, experts.x_scale), (packed.hidden_scale, experts.hidden_scale)):
         if old is not None and new is not None:
             old.copy_(new)
     if packed.shared is not None and experts.shared is not None:
-        update(packed.shared, 0, experts.shared, is_wide=is_wide)
+        update(packed.shared, 0, experts.shared, in_order=in_order)
 
 
 def unpack(packed: Packed) -> ExpertWeights:
@@ -116,8 +116,8 @@ def _row_order(inner: int, permutation: list[int] | None) -> torch.Tensor:
     return torch.stack([gate.view(-1, ALTERNATE.value), up.view(-1, ALTERNATE.value)], 1).flatten()
 
 
-def _is_permuted(weight: Weight, is_wide: bool) -> bool:
-    return not is_wide and format_of(weight) not in PLAIN_FORMATS
+def _is_permuted(weight: Weight, in_order: bool) -> bool:
+    return not in_order and format_of(weight) not in PLAIN_FORMATS
 
 
 def _data(weight: Weight) -> torch.Tensor:
@@ -150,7 +150,7 @@ def _empty(weight: Weight, order: torch.Tensor | None) -> Matrix:
     return Matrix(codes, scale, base, factor, global_scale, weight.spec, order, size)
 
 
-def _fill(matrix: Matrix, first: int, weight: Weight, is_wide: bool) -> None:
+def _fill(matrix: Matrix, first: int, weight: Weight, in_order: bool) -> None:
     """Expert by expert, so that no second copy of all of them is alive."""
     for number in range(len(_data(weight))):
         one, to = weight[number], first + number
@@ -166,18 +166,18 @@ def _fill(matrix: Matrix, first: int, weight: Weight, is_wide: bool) -> None:
             if one.global_scale is not None:
                 factor = factor * one.global_scale.reshape(-1).to(codes.device)
             _put(matrix.factor[to], factor, matrix.order)
-            _relate(matrix, to, is_wide)
+            _relate(matrix, to, in_order)
     if isinstance(weight, QTensor) and matrix.global_scale is not None and weight.global_scale is not None:
         own = matrix.global_scale.ndim == 3
         target = matrix.global_scale[first : first + len(weight.data)] if own else matrix.global_scale
         target.copy_(weight.global_scale)
 
 
-def _relate(matrix: Matrix, expert: int, is_wide: bool) -> None:
+def _relate(matrix: Matrix, expert: int, in_order: bool) -> None:
     """What fp16 products leave to the factor: an MX row's largest scale, and powers of two that codes carry."""
     assert matrix.factor is not None and matrix.spec is not None
     factor = matrix.factor[expert]
-    if is_wide or matrix.scale is None:
+    if in_order or matrix.scale is None:
         return
     if matrix.base is None:
         factor.mul_(0.5)  # fp16 holds twice the product of code and scale

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from m3hal.dispatch.manifest import Kernel
-from m3hal.formats import PLAIN_FORMATS
+from m3hal.formats import PLAIN_FORMATS, ROW, QSpec, QTensor
 from m3hal.ops import ExpertLoRA, load
 from m3hal.shape import Site
 from m3hal_triton import _moe_align as align
@@ -21,8 +21,9 @@ from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_lora as low_rank
 from m3hal_triton import _moe_weights as packing
 from m3hal_triton._launch import DOT_PRECISION, after, multiprocessors, power_of_two_above, programmatic
-from m3hal_triton._moe_tuning import FIXED, NARROW, Ladder, Tile, Tuning, ladder_of
+from m3hal_triton._moe_tuning import FIXED, NARROW, ROUNDED, Ladder, Tile, Tuning, ladder_of
 from m3hal_triton._moe_weights import Matrix, Packed
+from m3hal_triton.quantize import quantize_rows
 
 #: columns of one program of the sum, and of the activation
 COLUMNS = 2048
@@ -43,14 +44,19 @@ def batch_invariant(site: Site) -> Kernel:
     return _kernel(site, NARROW if site.dtype == "float32" else FIXED)
 
 
-def _kernel(site: Site, ladder: Ladder) -> Kernel:
-    run = _Run(site, ladder)
+def fp8_activations(site: Site) -> Kernel:
+    """FP8 weights times activations rounded to FP8, with a scale for each row: hidden ones by way of bf16."""
+    return _kernel(site, ROUNDED, rounds=True)
+
+
+def _kernel(site: Site, ladder: Ladder, *, rounds: bool = False) -> Kernel:
+    run = _Run(site, ladder, rounds=rounds)
     few = range(1, min(site.max_tokens, SPLIT_TOKENS) + 1)
     return Kernel(
         run=run,
         workspace_bytes=max(run.room(tokens).total for tokens in {*few, site.max_tokens}),
-        prepare_weights=partial(packing.prepare, is_wide=run.is_wide),
-        update_weights=partial(packing.update, is_wide=run.is_wide),
+        prepare_weights=partial(packing.prepare, in_order=run.in_order),
+        update_weights=partial(packing.update, in_order=run.in_order),
         unpack=packing.unpack,
     )
 
@@ -86,6 +92,7 @@ class _Batch:
     total: torch.Tensor | None
     order: torch.Tensor | None
     hidden: torch.Tensor
+    hidden_factor: torch.Tensor | None
     raw: torch.Tensor | None
     parts: torch.Tensor
     count: int  # work items at most
@@ -105,20 +112,23 @@ class _Batch:
 class _Run:
     """``run(x, weights, ids, experts, lora=None, out=None, workspace=None)``."""
 
-    def __init__(self, site: Site, ladder: Ladder) -> None:
-        self._site, self._ladder = site, ladder
-        self.is_wide = site.dtype == "float32"
+    def __init__(self, site: Site, ladder: Ladder, *, rounds: bool = False) -> None:
+        self._site, self._ladder, self._rounds = site, ladder, rounds
+        self._is_wide = site.dtype == "float32"
+        self.in_order = self._is_wide or rounds  # products walk K as it lies
         self._slots, self._experts = site.top_k_experts, site.num_local_experts
         formats = [site.weight_format] + ([site.shared_format] if site.shared_intermediate_size else [])
         self._stored = next((f for f in formats if f not in PLAIN_FORMATS), "")
-        self._converts = not self.is_wide and bool(self._stored)
+        self._converts = not self.in_order and bool(self._stored)
         # the largest hidden activation, brought towards the end of fp16's range
         largest = max(site.limit, 0.5 / max(site.alpha, 1e-6)) * (site.limit + abs(site.beta))
         self._raise = float(1 << max(int(60000 / largest).bit_length() - 1, 0))
         self._fake = load("moe_experts").fake
 
     def _compute(self, format: str) -> tl.dtype:
-        if self.is_wide:
+        if self._rounds:
+            return tl.float8e4nv
+        if self._is_wide:
             return tl.float32
         return tl.bfloat16 if format in PLAIN_FORMATS else tl.float16
 
@@ -145,7 +155,7 @@ class _Run:
         """What a call of so many tokens needs."""
         site, pairs, room = self._site, tokens * self._slots, _Room()
         up, down = self._both_splits(pairs)
-        inner, width = packing.padded(site.intermediate_size), 4 if self.is_wide else 2
+        inner, width = packing.padded(site.intermediate_size), 4 if self._is_wide else 2
         room.add("numbers", 4 * (power_of_two_above(self._experts) + 1))
         room.add("items", 16 * (min(self._experts, pairs) + pairs // 16 + 1))
         room.add("order", 4 * pairs)
@@ -153,6 +163,11 @@ class _Run:
         if self._converts:
             room.add("wide", 2 * tokens * packing.padded(site.hidden_size))
             room.add("x_factor", 4 * tokens)
+        if self._rounds:
+            room.add("x_codes", tokens * site.hidden_size)
+            room.add("x_factor", 4 * tokens)
+            room.add("hidden_codes", pairs * inner)
+            room.add("hidden_factor", 4 * pairs)
         room.add("hidden", width * pairs * inner)
         if up > 1 or site.lora_rank:
             room.add("raw", 8 * up * pairs * inner)
@@ -184,7 +199,14 @@ class _Run:
         self._begin(batch, take, positions)
         if lora is not None and batch.raw is None:
             raise ValueError("this site says that it has no adapters (lora_rank 0); plan it with their rank")
+        if self._rounds:
+            _round_rows(x, batch.given, batch.x_factor)
         self._up(batch, experts.w13, positions if lora is not None else None, lora, take)
+        if self._rounds:
+            factor = take("hidden_factor", torch.float32, -1)
+            codes = take("hidden_codes", torch.float8_e4m3fn, len(batch.hidden), -1)
+            _round_rows(batch.hidden, codes, factor)
+            batch = replace(batch, hidden=codes, hidden_factor=factor)
         self._down(batch, experts.w2)
         if lora is not None:
             self._adapt(batch, lora, positions, take, experts, is_first=False)
@@ -205,12 +227,13 @@ class _Run:
         return _Batch(
             x=x,
             ids=ids,
-            given=take("wide", torch.float16, tokens, -1) if has_wide else x,
-            x_factor=take("x_factor", torch.float32, -1) if has_wide else None,
+            given=self._given(x, take, has_wide=has_wide),
+            x_factor=take("x_factor", torch.float32, -1) if has_wide or self._rounds else None,
             items=take("items", torch.int32, -1),
             total=numbers[-1:],
             order=take("order", torch.int32, -1),
             hidden=take("hidden", torch.float16 if has_wide else x.dtype, pairs, -1),
+            hidden_factor=None,
             raw=take("raw", torch.float32, splits[0], pairs, -1),
             parts=take("parts", torch.float32, splits[1], pairs, -1),
             count=min(self._experts, pairs) + pairs // tuning.most,
@@ -222,6 +245,12 @@ class _Run:
             early=programmatic(x.device),
             native=native(x.device),
         )
+
+    def _given(self, x: torch.Tensor, take: Any, *, has_wide: bool) -> torch.Tensor:
+        """Where a product finds its activations."""
+        if self._rounds:
+            return take("x_codes", torch.float8_e4m3fn, len(x), -1)
+        return take("wide", torch.float16, len(x), -1) if has_wide else x
 
     def _begin(self, batch: _Batch, take: Any, positions: torch.Tensor) -> None:
         x, ids = batch.x, batch.ids
@@ -276,7 +305,7 @@ class _Run:
         lift = self._raise if batch.lift else 1.0
         count, inner = batch.hidden.shape
         gemm.up[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
-            batch.given, batch.given.stride(), batch.x_factor, matrix.arguments(), batch.items, batch.total, batch.order,
+            batch.given, batch.given.stride(), batch.x_factor, matrix.arguments(self._rounds), batch.items, batch.total, batch.order,
             batch.hidden, raw, len(batch.x), count, matrix.size, batch.given.shape[1], inner, numbers,
             SLOTS=batch.slots, RAISE=lift, **self._common(batch, matrix, tile, splits),
         )  # fmt: skip
@@ -293,7 +322,7 @@ class _Run:
     def _down(self, batch: _Batch, matrix: Matrix) -> None:
         tile, splits = batch.tuning.down, batch.splits[1]
         gemm.down[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
-            batch.hidden, None, matrix.arguments(), batch.items, batch.total, batch.parts, len(batch.x),
+            batch.hidden, batch.hidden_factor, matrix.arguments(self._rounds), batch.items, batch.total, batch.parts, len(batch.x),
             len(batch.hidden), matrix.size, batch.hidden.shape[1], matrix.rows,
             LOWER=1.0 / self._raise if batch.lift else 1.0, **self._common(batch, matrix, tile, splits),
         )  # fmt: skip
@@ -307,7 +336,7 @@ class _Run:
         has_wide = compute == tl.float16
         own = replace(
             batch,
-            given=take("wide", torch.float16, tokens, -1) if has_wide else batch.x,
+            given=self._given(batch.x, take, has_wide=has_wide),
             x_factor=take("x_factor", torch.float32, -1) if has_wide else None,
             items=None,
             total=None,
@@ -349,6 +378,12 @@ class _Run:
         low_rank.expand[(pairs, triton.cdiv(height, LORA_ROWS))](
             low, b, b.stride(), lora.scales, *whose, order, sums, b.shape[2], height, rank, **same, ROWS=LORA_ROWS
         )
+
+
+def _round_rows(rows: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None) -> None:
+    """E4M3 codes of rows and their scales. Rows that no token has hold what they held."""
+    assert factor is not None
+    quantize_rows(rows, QTensor(codes, QSpec("fp8_e4m3", ROW), factor[:, None]))
 
 
 def native(device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from attention_cases import DEVICE, poisoned, worst_row
 from m3hal_triton import _moe_tuning as tuning
 from m3hal_triton import moe_experts as module
 from m3hal_triton._moe_tuning import Tile, Tuning
-from m3hal_triton.moe_experts import batch_invariant, moe_experts
+from m3hal_triton.moe_experts import batch_invariant, fp8_activations, moe_experts
 
 from m3hal import formats
 from m3hal.formats import QTensor, nvfp4, spec_of
@@ -193,6 +193,17 @@ def test_adapters(format):
     assert worst_row(out, _exact(site, *given, experts, lora)) <= BOUND[dtype]
     plain = _run(kernel, *given, packed)
     assert worst_row(plain, _exact(site, *given, experts)) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_rounded_activations(tokens):
+    """Tokens and hidden activations in FP8, as the definition rounds them."""
+    site, experts = _site("bfloat16", "fp8_e4m3", 40), _experts("fp8_e4m3")
+    kernel, given = fp8_activations(site), _inputs(tokens, torch.bfloat16)
+    out = _run(kernel, *given, kernel.prepare_weights(experts))
+    op, traits = load("moe_experts"), {"activation_format": "fp8_e4m3", "double_rounding": "bfloat16"}
+    exact = op.reference(given[0].double(), *given[1:], experts, **op.static_values(site), traits=traits)
+    assert worst_row(out, exact) <= 1.2e-2
 
 
 @pytest.mark.parametrize("format", FORMATS)
