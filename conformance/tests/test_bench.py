@@ -170,6 +170,10 @@ def test_command(tmp_path, capsys):
     assert {"operator", "case", "us", "floor_us", "share", "errors"} <= set(made["rows"][0])
     assert made["ceilings"]["copy_GBps"] > 0
     assert "peer_absent" in made["machine"] or "vllm" in made["rows"][0]["us"]
+    assert main(["bench", "--read", str(out), "--case", "TP4"]) == 0
+    again = capsys.readouterr().out
+    assert "prefill TP4" in again
+    assert "prefill TP1" not in again
 
 
 @pytest.mark.parametrize(
@@ -180,6 +184,7 @@ def test_command(tmp_path, capsys):
         (["--device", "cpu", "--op", "sparse_atention"], 2, "Did you mean 'sparse_attention'?"),
         (["--device", "cpu", "--case", "nothing"], 2, "no row's case contains 'nothing'"),
         (["--device", "cpu", "--op", "msa", "--list"], 0, ""),
+        (["--read", __file__], 2, "is no table that m3hal bench wrote"),
     ],
 )
 def test_exit_codes(options, code, told, capsys):

@@ -3,6 +3,7 @@
     m3hal bench --device cuda:sm_90 --peer vllm --out table.json --png shares.png
     m3hal bench --op sparse_attention --case "decode fp8"
     m3hal bench --device cpu                            small sizes, to try the command
+    m3hal bench --read table.json --png shares.png      an earlier table
 
 A row is the median of interleaved runs of every candidate, its outputs checked in the same run. The floor is the time
 of the bytes that must be read and written, or of the operations, at the rates that the device showed at the start.
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help="small sizes, as on a CPU")
     parser.add_argument("--check-only", action="store_true", help="compile and check outputs, and time nothing")
     parser.add_argument("--list", action="store_true", help="print the rows and run none")
+    parser.add_argument("--read", metavar="FILE", help="measure nothing: print, or draw, what --out wrote")
     parser.add_argument("--out", metavar="FILE", help="write the JSON that --json prints")
     parser.add_argument("--png", metavar="FILE", help="draw the shares of the floors; needs matplotlib")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ class Bench:
         self.device = self.runner.torch_device
         self.peer, self.small = peer, small
         self._caches: dict[Any, PagedCache] = {}
+        self._kept: dict[str, tuple[Any, Any]] = {}
         self._seed = 0
 
     def site(
@@ -102,6 +103,13 @@ class Bench:
                 self._caches.clear()
             self._caches[key] = self._filled(*key)
         return self._caches[key]
+
+    def kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, kept until another key of the same kind is asked for."""
+        if self._kept.get(key[0], (None,))[0] != key:
+            self._kept[key[0]] = None, None  # freed before the next is made
+            self._kept[key[0]] = key, make()
+        return self._kept[key[0]][1]
 
     def _filled(self, format: str, pages: int, heads: int, has_values: bool) -> PagedCache:
         made = KVLayout(page_map(format, "hnd"), format, PAGE, heads, 128, has_values).empty(pages, self.device)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from m3hal_conformance.bench.work import Call, Calls, Work
+from m3hal_conformance.bench.work import Call, Work
 
 #: calls of one graph, or of one measurement on a CPU
 CHAIN = 32
@@ -44,7 +44,7 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def warm(calls: Calls, device: torch.device) -> None:
+def warm(calls: Mapping[str, Sequence[Call]], device: torch.device) -> None:
     """Compiles: two calls of each candidate, as a kernel may tune itself in the first."""
     for functions in calls.values():
         for function in functions[:2]:

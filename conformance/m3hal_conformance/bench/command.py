@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
@@ -31,6 +32,8 @@ PEERS = ("vllm",)
 def bench(options: argparse.Namespace) -> int:
     """Measures the rows and writes what was asked for. 0: all right, 1: an output was wrong or a call failed."""
     chosen = _chosen(options.op)
+    if options.read:
+        return _read(options)
     device = device_of(options.device)
     backend = options.backend or Policy.resolve().on(device).backend
     peer, absent = vllm_peer.find(options.peer) if options.peer else (None, "")
@@ -49,6 +52,27 @@ def bench(options: argparse.Namespace) -> int:
     runs = 0 if options.check_only else options.runs
     measured = list(_measured(made, picked, ceilings, runs, quiet=options.json))
     return _told(options, measured, made, device, ceilings, absent)
+
+
+def _read(options: argparse.Namespace) -> int:
+    """Prints and draws an earlier table."""
+    try:
+        text = Path(options.read).read_text()
+        kept = json.loads(text)
+        found = [Measured(**row) for row in kept["rows"]]
+        device, backend = kept["machine"]["device"], kept["machine"]["backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{options.read} is no table that m3hal bench wrote: {error}.") from error
+    picked = [row for row in found if not options.op or row.operator in options.op]
+    picked = [row for row in picked if all(part in row.case for part in options.case)]
+    print(text if options.json else table.text(picked))
+    if options.png:
+        _draw(picked, options.png, f"{device}, {backend}")
+    return 0
+
+
+def _draw(found: Sequence[Measured], path: str, title: str) -> None:
+    print(table.picture(found, Path(path), title) or f"wrote {path}", file=sys.stderr)
 
 
 def _chosen(names: Sequence[str]) -> list[str]:
@@ -150,8 +174,7 @@ def _told(
     if options.out:
         Path(options.out).write_text(written)
     if options.png:
-        told = table.picture(found, Path(options.png), f"{device}, {bench.runner.backend}")
-        print(told or f"wrote {options.png}", file=sys.stderr)
+        _draw(found, options.png, f"{device}, {bench.runner.backend}")
     if all(row.status == "unsupported" for row in found):
         raise UnsupportedError(f"{bench.runner.backend} serves none of these rows on {device}: {found[0].reason}.")
     return 1 if any(row.status in ("wrong", "failed") for row in found) else 0

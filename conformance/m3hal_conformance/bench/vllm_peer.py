@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from m3hal.dispatch.versions import satisfies
 from m3hal.layouts import PagedCache
 from m3hal.ops import QKNorms, SeqMeta
 from m3hal.shape import Site
+from m3hal_conformance.bench.vllm_experts import ExpertsPeer
 from m3hal_conformance.bench.work import Call
 
 _OPS = "vllm.models.minimax_m3.common.ops"
@@ -29,7 +29,7 @@ _OPS = "vllm.models.minimax_m3.common.ops"
 _FIRST = "0.33"
 
 
-class Peer:
+class Peer(ExpertsPeer):
     """The peer's callables; each takes what ours takes and returns calls over the same inputs."""
 
     name = "vllm"
@@ -37,15 +37,15 @@ class Peer:
     def __init__(self) -> None:
         """Raises ImportError where vLLM's kernels are not there."""
         self.index, self.sparse = (importlib.import_module(f"{_OPS}.{name}") for name in ("index_topk", "sparse_attn"))
-        for name in ("_C_stable_libtorch", "_custom_ops"):  # importing them registers vLLM's compiled operators
+        for name in (
+            "_C_stable_libtorch",
+            "_moe_C_stable_libtorch",
+            "_custom_ops",
+        ):  # importing them registers vLLM's compiled operators
             try:
                 importlib.import_module(f"vllm.{name}")
             except ImportError:
                 continue
-
-    def operator(self, name: str) -> Callable[..., Any] | None:
-        """One of vLLM's compiled operators; None where they are not loaded."""
-        return getattr(torch.ops._C, name, None) if hasattr(torch.ops._C, name) else None
 
     def index_decode(
         self,
@@ -127,7 +127,7 @@ class Peer:
         out: tuple[torch.Tensor, torch.Tensor],
     ) -> list[Call] | None:
         """Norms, RoPE and insertion into bf16 caches; it rewrites k and v in the row, too. None: not loaded."""
-        step = self.operator("fused_minimax_m3_qknorm_rope_kv_insert")
+        step = self.compiled("fused_minimax_m3_qknorm_rope_kv_insert")
         if step is None:
             return None
         narrow = table.bfloat16()  # it wants the row's dtype: half the bytes, and a rounded angle

@@ -56,7 +56,7 @@ class Work:
     host has enqueued the call. facts: more columns of the JSON. absent: peer -> why it has no column here.
     """
 
-    calls: Calls
+    calls: Mapping[str, Sequence[Call]]
     floor: Floor | None
     checks: Mapping[str, Check] = field(default_factory=dict)
     limit: float = 0.01

@@ -1,0 +1,54 @@
+"""The choice of experts from logits, and behind the router's fp32 product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from m3hal_conformance.bench import Bench, Call, Calls, Floor, Row, Work
+
+TOKENS = (1, 8, 64, 512, 8192)
+
+
+def rows(small: bool) -> Iterator[Row]:
+    for tokens in (5,) if small else TOKENS:
+        yield Row("route_topk", f"{tokens}", partial(_route, False, tokens))
+        yield Row("route_topk", f"gate and choice {tokens}", partial(_route, True, tokens))
+
+
+def _route(gated: bool, tokens: int, bench: Bench) -> Work:
+    site = bench.site("moe")
+    experts, hidden, k = site.num_experts, site.hidden_size, site.top_k_experts
+    bias = torch.randn(experts, device=bench.device) * 0.1
+    out = bench.poison(tokens, k, dtype=torch.float32), bench.poison(tokens, k, dtype=torch.int32)
+    given = [bench.normal(tokens, experts, dtype=torch.float32) for _ in range(8)]
+    chosen = bench.calls("route_topk", site, [(logits, bias) for logits in given], out)
+    theirs = bench.peer.route(site, given, bias) if bench.peer else None
+    calls: Calls = {"vllm": theirs} if theirs else {}
+    calls["m3hal"] = chosen
+    floor = Floor(read=4 * tokens * experts, written=8 * tokens * k)
+    if gated:
+        xs = [bench.normal(tokens, hidden) for _ in given]
+        weight = bench.normal(experts, hidden, dtype=torch.float32) * hidden**-0.5
+        where = replace(site, weight_format="float32")
+        products = [bench.calls("linear", where, [(x, weight)], g)[0] for x, g in zip(xs, given, strict=True)]
+        if bench.peer and theirs:
+            pairs = zip(bench.peer.gate(xs, weight), theirs, strict=True)
+            calls["vllm"] = [partial(_both, gate, route) for gate, route in pairs]
+        calls["m3hal"] = [partial(_both, *pair) for pair in zip(products, chosen, strict=True)]
+        floor = Floor(read=4 * experts * hidden + 2 * tokens * hidden, flops=6.0 * tokens * hidden * experts)
+
+    def off() -> float:
+        """Ids and weights against the definition's, from the same logits; infinite for another choice."""
+        weights, ids = bench.exact("route_topk", site, given[0], bias)
+        return float((out[0] - weights).abs().max()) if torch.equal(out[1], ids) else float("inf")
+
+    return Work(calls, floor, {"m3hal": off}, 1e-5)
+
+
+def _both(first: Call, second: Call) -> None:
+    first()
+    second()
