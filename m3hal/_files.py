@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import tempfile
+import secrets
+import stat
 from pathlib import Path
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Writes beside the target and renames, so that no reader meets a part of it. Raises OSError."""
-    target = Path(path)
+    """Writes beside the target and renames, so that no reader meets a part of it. Raises OSError.
+
+    A link stays one: what it points to is replaced. A file that was there keeps its mode. What is no regular file, such
+    as ``/dev/stdout`` or a pipe, is written into, as a rename would put a file in its place.
+    """
+    target = Path(os.path.realpath(path))
     data = content.encode() if isinstance(content, str) else content
-    handle, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    mode = _mode(target)
+    if stat.S_ISDIR(mode) or stat.S_ISLNK(mode):  # what realpath leaves a link is a loop
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.ELOOP
+        raise OSError(number, os.strerror(number), str(path))
+    if mode and not stat.S_ISREG(mode):
+        with open(target, "wb") as file:
+            file.write(data)
+        return
+    beside = target.with_name(f".m3hal-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(beside, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(beside, 0o644)  # mkstemp's files are the owner's alone
+        if mode:
+            os.chmod(beside, stat.S_IMODE(mode))
         os.replace(beside, target)
     except BaseException:
-        Path(beside).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
+
+
+def _mode(target: Path) -> int:
+    """What lies there, and who may read it; 0 when nothing does."""
+    try:
+        return target.lstat().st_mode
+    except FileNotFoundError:
+        return 0

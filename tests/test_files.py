@@ -18,3 +18,55 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="disk full"):
         write_whole(target, b"two")
     assert (target.read_text(), list(tmp_path.iterdir())) == ("one", [target])
+
+
+def test_a_link_stays_a_link_and_a_mode_stays(tmp_path: Path) -> None:
+    """What the link points to gets the content, and who could not read it still can't."""
+    target, link, dangling = tmp_path / "plan.json", tmp_path / "link", tmp_path / "dangling"
+    target.write_text("one")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    dangling.symlink_to(tmp_path / "new.json")
+    write_whole(link, "two")
+    write_whole(dangling, "three")
+    assert link.is_symlink() and (target.read_text(), target.stat().st_mode & 0o777) == ("two", 0o600)
+    assert dangling.is_symlink() and (tmp_path / "new.json").read_text() == "three"
+
+
+def test_what_is_no_regular_file_is_written_into(tmp_path: Path) -> None:
+    """A pipe, as a terminal or /dev/null, is still there afterwards."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "plan")
+        assert os.read(reader, 99) == b"plan"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_new_file_is_as_open_as_the_user_makes_files(tmp_path: Path) -> None:
+    """The umask decides."""
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "plan.json", "one")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("name", ["loop", "folder"])
+def test_nothing_that_holds_no_content_is_replaced(tmp_path: Path, name: str) -> None:
+    """A link to itself and a folder are errors, and nothing is left beside them."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        write_whole(tmp_path / name, "plan")
+    assert {path.name for path in tmp_path.iterdir()} == {"loop", "folder"}
+
+
+def test_the_longest_name_is_possible(tmp_path: Path) -> None:
+    """The file beside does not add to it."""
+    write_whole(tmp_path / ("x" * 255), "plan")
+    assert [path.name for path in tmp_path.iterdir()] == ["x" * 255]
