@@ -13,6 +13,7 @@ nothing supports the device.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from m3hal.cli._planning import add_planning, left_in_tree, planned
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     path = Path(arguments.files[0])
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         raise ConfigurationError(f"plan export takes a file, and {path} is a folder.")
     made = planned(arguments)
     pin.export(made, str(path))

@@ -17,6 +17,16 @@ from m3hal.dispatch.policy import Policy
 
 #: Differences that a refusal names.
 _TOLD = 3
+#: what an exported plan has, of what type
+_KEYS: Mapping[str, type] = {
+    "fingerprint": str,
+    "device": str,
+    "policy": dict,
+    "sites": dict,
+    "layouts": dict,
+    "choices": list,
+    "versions": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -46,14 +56,31 @@ def read(path: str) -> Mapping[str, Any]:
     """An exported plan. Raises ConfigurationError for what is none."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
+        problem = _shapeless(data)
+        if problem:
+            raise ValueError(problem)
         Policy.resolve(data["policy"], environ={}, carrier=f"the plan {path}")
-        data["fingerprint"], data["device"], servers(data), layouts(data), differences(data, data), _impl_ids(data)
+        servers(data), layouts(data), differences(data, data), _impl_ids(data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        told = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise ConfigurationError(
-            f"{path} is no exported plan ({type(error).__name__}: {error}); `m3hal plan export FILE` writes one."
+            f"{path} is no exported plan ({told}); `m3hal plan export FILE` writes one."
         ) from error
     found: Mapping[str, Any] = data
     return found
+
+
+def _shapeless(data: Any) -> str | None:
+    """What an exported plan has and this lacks, as the end of a sentence; None when it has all."""
+    if not isinstance(data, dict):
+        return f"it holds a {type(data).__name__}, not an object"
+    for key, kind in _KEYS.items():
+        if key not in data:
+            return f"it has no {key!r}"
+        if not isinstance(data[key], kind):
+            return f"its {key!r} is a {type(data[key]).__name__}, not a {kind.__name__}"
+    rows = [*data["choices"], *data["sites"].values(), *data["layouts"].values()]
+    return None if all(isinstance(row, dict) for row in rows) else "a row of its tables is no object"
 
 
 def load(policy: Policy) -> Pin:
@@ -74,9 +101,7 @@ def check(plan: Plan, pin: Pin) -> None:
     if plan.fingerprint == pin.data["fingerprint"]:
         return
     found = [str(row) for row in differences(pin.data, plan.to_json()) if row.decides]
-    told = (
-        "; ".join(found[:_TOLD]) or "the fingerprints differ and the rows don't: another version of m3hal wrote it"
-    )
+    told = "; ".join(found[:_TOLD]) or "the fingerprints differ and the rows don't: another version of m3hal wrote it"
     more = f"; and {len(found) - _TOLD} more, which `m3hal plan diff {pin.path}` lists" if len(found) > _TOLD else ""
     raise M3halError(
         f"the pinned plan {pin.path} can't be made here ({told}{more}): install what it names, or write a new one with "

@@ -84,6 +84,34 @@ def test_what_is_no_plan(run: Any, exported: str, tmp_path: Path) -> None:
     assert (code, "name another file" in err) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("policy", [], "its 'policy' is a list, not a dict"),
+        ("sites", [1], "its 'sites' is a list, not a dict"),
+        ("choices", {}, "its 'choices' is a dict, not a list"),
+        ("choices", [1], "a row of its tables is no object"),
+        ("device", 5, "its 'device' is a int, not a str"),
+        ("fingerprint", float("nan"), "its 'fingerprint' is a float, not a str"),
+        ("layouts", {"moe": {}}, "KeyError: 'layout'"),
+        ("policy", {"backend": {}}, "'backend' from the plan"),
+    ],
+)
+def test_a_plan_that_was_edited(run: Any, exported: str, key: str, value: object, told: str) -> None:
+    """Of another form than an exported one: 2 with what is wrong, for diff and for a pin."""
+    data = json.loads(Path(exported).read_text())
+    Path(exported).write_text(json.dumps(data | {key: value}))
+    for arguments in (("plan", "diff", exported), ("explain", "--plan", exported)):
+        code, _, err = run(*arguments)
+        assert (code, told in err) == (2, True), err
+
+
+def test_a_name_that_is_too_long(run: Any, tmp_path: Path) -> None:
+    """A sentence, not a traceback."""
+    code, _, err = run("plan", "export", str(tmp_path / ("x" * 300)), "--backend", "reference", "--device", "cpu")
+    assert (code, "File name too long" in err) == (1, True), err
+
+
 def test_a_checkpoint_whose_experts_are_stored_otherwise(run: Any, tmp_path: Path) -> None:
     """``--weights nvfp4`` plans NVFP4 experts and MXFP8 projections, and diff tells them from a plain one."""
     plain, mixed = str(tmp_path / "plain.json"), str(tmp_path / "mixed.json")
