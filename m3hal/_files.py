@@ -1,12 +1,14 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and JSON that somebody else wrote."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import stat
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
@@ -45,3 +47,11 @@ def _mode(target: Path) -> int:
         return target.lstat().st_mode
     except FileNotFoundError:
         return 0
+
+
+def parsed(text: str | bytes) -> Any:
+    """What a JSON text says. Raises ValueError, also for one that is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error

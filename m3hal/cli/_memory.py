@@ -41,6 +41,9 @@ SCHEMES: Mapping[str, tuple[str, str]] = {
 }
 
 
+_MOST_LAYERS = 1000
+
+
 @dataclass(frozen=True)
 class Parallel:
     """How a model is laid over ``ranks`` GPUs.
@@ -132,7 +135,8 @@ def cache_format(name: str, what: str) -> str:
     """A cache format by any of its names."""
     format = ALIASES.get(name, name)
     if format not in CACHE_FORMATS or format == "float64":
-        raise ConfigurationError(f"{what} {name} is no cache format.{did_you_mean(name, (*CACHE_FORMATS, *ALIASES))}")
+        known = sorted({*CACHE_FORMATS, *ALIASES} - {"float64"})
+        raise ConfigurationError(f"{what} {name} is no cache format.{did_you_mean(name, known)}")
     return format
 
 
@@ -142,6 +146,8 @@ def drafter_caches(text: str, page_size: int) -> tuple[KVLayout, ...]:
     if not found:
         raise ConfigurationError(f"--drafter {text} must read LAYERSxHEADSxDIM:FORMAT, e.g. 6x8x128:fp8.")
     layers, heads, dim = (int(found[i]) for i in (1, 2, 3))
+    if not (0 < layers <= _MOST_LAYERS and heads > 0 and dim > 0):
+        raise ConfigurationError(f"--drafter {text} must have 1 to {_MOST_LAYERS} layers, heads and a dimension.")
     format = cache_format(found[4], "the drafter's")
     return (KVLayout(page_map(format, ""), format, page_size, heads, dim, has_values=True),) * layers
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from m3hal._files import parsed
 from m3hal._published import as_published
-from m3hal.cli._memory import ALIASES, SCHEMES
+from m3hal.cli._memory import ALIASES, SCHEMES, cache_format
 from m3hal.dispatch import Plan, Policy, admission, devices, discovery, plan
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal.dispatch.names import LEVELS
 from m3hal.dispatch.planner import VLLM_HOLDS
 from m3hal.formats import PLAIN_FORMATS
-from m3hal.layouts import CACHE_FORMATS, PAGE_MAPS
+from m3hal.layouts import CACHE_FORMATS, PAGE_MAPS, is_private
 from m3hal.shape import MINIMAX_M3, ModelShape
 
 
@@ -25,7 +25,8 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--device", help="e.g. cuda:sm_90; default: this machine's first")
     target.add_argument("--model", metavar="PATH", help="a checkpoint's folder or config.json; default: MiniMax-M3")
     target.add_argument("--dtype", default="bfloat16", help="of activations, e.g. bf16 or fp32 (default: %(default)s)")
-    target.add_argument("--kv-format", help="of the KV cache; default: the dtype")
+    target.add_argument("--kv-format", help="of the KV cache, e.g. fp8 or nvfp4; default: the dtype")
+    target.add_argument("--index-format", help="of the index cache; default: that of the KV cache")
     target.add_argument("--weights", choices=tuple(SCHEMES), help="how they are stored; default: in the dtype")
     target.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     target.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
@@ -45,11 +46,12 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
 
 def planned(arguments: argparse.Namespace) -> Plan:
     """The plan that the options ask for. Raises M3halError."""
-    device = devices.check(arguments.device) if arguments.device else devices.detect()[0].device
+    here = arguments.device is None
+    device = devices.detect()[0].device if here else devices.check(arguments.device)
     policy = Policy.resolve(_asked(arguments), carrier="the command line").on(device)
     return plan(
         _shape(arguments),
-        _known(device, policy) if arguments.device else device,
+        device if here else _known(device, policy),
         policy,
         engine=VLLM_HOLDS if arguments.engine == "vllm" else {},
         cache_layouts=_layouts(arguments),
@@ -85,9 +87,21 @@ def _dtype(arguments: argparse.Namespace) -> str:
 
 
 def _layouts(arguments: argparse.Namespace) -> tuple[str, ...]:
-    if arguments.layouts:
-        return tuple(arguments.layouts.split(","))
-    return CACHE_FORMATS.get(arguments.kv_format or _dtype(arguments), PAGE_MAPS)[:1]
+    if arguments.layouts is None:
+        return CACHE_FORMATS[_cache_formats(arguments)[0]][:1]
+    layouts = tuple(arguments.layouts.split(","))
+    for layout in layouts:
+        if layout not in PAGE_MAPS and not is_private(layout):
+            hint = did_you_mean(layout, PAGE_MAPS)
+            raise ConfigurationError(f"--layouts {arguments.layouts}: {layout!r} is no layout of pages.{hint}")
+    return layouts
+
+
+def _cache_formats(arguments: argparse.Namespace) -> tuple[str, str]:
+    """Of keys and values, and of index keys."""
+    kv, index = arguments.kv_format, arguments.index_format
+    main = _dtype(arguments) if kv is None else cache_format(kv, "--kv-format")
+    return main, main if index is None else cache_format(index, "--index-format")
 
 
 def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -104,6 +118,11 @@ def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _shape(arguments: argparse.Namespace) -> ModelShape:
     dtype, config = _dtype(arguments), MINIMAX_M3
+    kv, index = _cache_formats(arguments)
+    for option in ("tp", "ep", "max_tokens", "max_seqs", "max_context"):
+        if getattr(arguments, option) < 1:
+            told = f"--{option.replace('_', '-')} {getattr(arguments, option)}"
+            raise ConfigurationError(f"{told} must be a whole number from 1 on.")
     experts, projections = SCHEMES[arguments.weights] if arguments.weights else (dtype, dtype)
     if arguments.model:
         path = Path(arguments.model)
@@ -112,8 +131,8 @@ def _shape(arguments: argparse.Namespace) -> ModelShape:
         return ModelShape.from_config(
             config,
             dtype=dtype,
-            kv_format=arguments.kv_format,
-            index_format=arguments.kv_format,
+            kv_format=kv,
+            index_format=index,
             weight_format=experts,
             projection_format=projections,
             # MSA needs pages of exactly one sparse block.
@@ -124,7 +143,7 @@ def _shape(arguments: argparse.Namespace) -> ModelShape:
             tensor_parallel=arguments.tp,
             expert_parallel=arguments.ep,
         )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigurationError(f"{error}.") from error
     except KeyError as error:
         raise ConfigurationError(f"{arguments.model} is not a MiniMax-M3 configuration: it has no {error}.") from error
@@ -132,7 +151,7 @@ def _shape(arguments: argparse.Namespace) -> ModelShape:
 
 def _read(path: Path, what: str) -> Mapping[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = parsed(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} can't be read as {what}: {error}.") from error
     if not isinstance(data, dict):

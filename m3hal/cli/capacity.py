@@ -11,13 +11,13 @@ server holds as well. Exits with 1 when not one sequence fits.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from m3hal._files import parsed
 from m3hal.cli._memory import (
     GPUS,
     SCHEMES,
@@ -114,6 +114,8 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         raise ConfigurationError(f"{gpus} GPUs can't be divided into groups of {parallel.ranks} for {named}.")
     if not 0 < arguments.utilization <= 1:
         raise ConfigurationError(f"--utilization {arguments.utilization} must be above 0 and at most 1.")
+    size = gpu_memory(gpu) if arguments.memory is None else _bytes(arguments.memory, "--memory")
+    usable, reserve = int(size * arguments.utilization), _bytes(arguments.reserve, "--reserve")
     kv = cache_format(arguments.kv, "--kv")
     index = cache_format(arguments.index, "--index") if arguments.index else kv
     context = _tokens(arguments.context)
@@ -129,8 +131,6 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         raise ConfigurationError(f"{arguments.model} on {named} (--parallel): {error}.") from error
     if published:  # what the checkpoint holds besides these matrices is counted on every GPU
         weights = replace(weights, rest=weights.rest + published - whole)
-    size = gpu_memory(gpu) if arguments.memory is None else int(arguments.memory * 1e9)
-    usable, reserve = int(size * arguments.utilization), int(arguments.reserve * 1e9)
     assumptions = _assumptions(arguments, size, scheme, published, whole)
     if not arguments.parallel:
         assumptions = (*assumptions, f"the model lies over the GPUs as {named} (--parallel)")
@@ -159,6 +159,8 @@ def _assumptions(arguments: argparse.Namespace, size: int, scheme: str, publishe
 
 
 _ONE = Parallel("tp", 1)
+#: gigabytes; more is a slip
+_MOST = 1_000_000
 
 
 def _gpus(text: str) -> tuple[str, int]:
@@ -166,6 +168,12 @@ def _gpus(text: str) -> tuple[str, int]:
     if not found or found[2] == "0":
         raise ConfigurationError(f"--gpu {text} must be a name and a number, e.g. B300x4.")
     return found[1], int(found[2] or 1)
+
+
+def _bytes(gigabytes: float, option: str) -> int:
+    if not 0 <= gigabytes < _MOST:
+        raise ConfigurationError(f"{option} {gigabytes:g} must be a number of gigabytes, from 0 to {_MOST:,}.")
+    return int(gigabytes * 1e9)
 
 
 def _tokens(text: str) -> int:
@@ -186,7 +194,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], str, int]:
     path = Path(arguments.model)
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text())
+        config = parsed(path.read_text())
     except (OSError, ValueError) as error:
         hint = did_you_mean(arguments.model, PUBLISHED)
         raise ConfigurationError(f"{arguments.model} is neither a published name nor a configuration.{hint}") from error

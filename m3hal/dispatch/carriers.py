@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from m3hal._files import parsed
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal.dispatch.names import LEVELS, RESERVED, BackendName, Order
 from m3hal.dispatch.watch import KEYS as WATCH_KEYS
@@ -81,7 +81,7 @@ def from_file(environ: Mapping[str, str]) -> list[Carrier]:
 
             values = tomllib.loads(text)
         else:
-            values = json.loads(text)
+            values = parsed(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"{carrier} can't be read as {'TOML' if path.endswith('.toml') else 'JSON'}: {error}."
@@ -109,7 +109,7 @@ def _operators(text: str, variable: str) -> Mapping[str, Any]:
     """``rms_norm=acme;moe_experts=acme,reference``, or a JSON object."""
     if text.lstrip().startswith("{"):
         try:
-            values = json.loads(text)
+            values = parsed(text)
         except ValueError as error:
             raise ConfigurationError(f"{variable} can't be read as JSON: {error}.") from error
         return dict(values)

@@ -7,6 +7,7 @@ counts for the operators of which it asked every case, and no other claim outwei
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from m3hal._files import parsed
 from m3hal.dispatch.discovery import Found
 from m3hal.dispatch.identity import roots
 from m3hal.dispatch.names import LEVELS
@@ -52,27 +54,41 @@ def _claims(found: Found) -> Iterator[Mapping[str, Any]]:
     package = found.target.partition(":")[0].partition(".")[0]
     for root in roots(package):
         for path in sorted((root / "claims").glob("*.json")) if root.is_dir() else ():
-            status = path.stat()
-            claim = _read(path, status.st_mtime_ns, status.st_size)
-            if claim is not None:
-                yield claim
+            with contextlib.suppress(OSError):  # a link to nothing
+                status = path.stat()
+                claim = _read(path, status.st_mtime_ns, status.st_size)
+                if claim is not None:
+                    yield claim
 
 
 @cache
 def _read(path: Path, modified: int, size: int) -> Mapping[str, Any] | None:
     """A claim that is whole, else None: what a stray file says proves nothing."""
     try:
-        claim = json.loads(path.read_text())
-    except (OSError, ValueError):
+        claim = parsed(path.read_text(encoding="utf-8"))
+        return claim if _is_claim(claim) and digest(claim) == claim.get("digest") else None
+    except (OSError, ValueError, RecursionError):  # what can be read may be too deep to be written
         return None
-    return claim if isinstance(claim, dict) and digest(claim) == claim.get("digest") else None
+
+
+def _is_claim(found: Any) -> bool:
+    """Whether what is read from it here is of the types that a claim has."""
+    if not isinstance(found, dict):
+        return False
+    suite, made = found.get("suite", {}), found.get("implementations", {})
+    return (
+        isinstance(found.get("results", []), list)
+        and isinstance(suite, dict)
+        and isinstance(suite.get("whole_operators", []), list)
+        and isinstance(made, dict)
+        and all(isinstance(ids, dict) for ids in made.values())
+    )
 
 
 def _passed(claim: Mapping[str, Any]) -> set[str]:
     """The implementations of which some case passed, of operators that were asked every case."""
-    suite = claim.get("suite")
-    whole = suite.get("whole_operators") if isinstance(suite, Mapping) else None
-    asked = {operator for operator in whole or () if isinstance(operator, str)}
+    whole = claim.get("suite", {}).get("whole_operators", [])
+    asked = {operator for operator in whole if isinstance(operator, str)}
     return _with_status(claim, lambda status: status == "pass", asked)
 
 

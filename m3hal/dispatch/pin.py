@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from m3hal._files import write_whole
+from m3hal._files import parsed, write_whole
 from m3hal.dispatch import watch
 from m3hal.dispatch.differences import differences, layouts, servers
 from m3hal.dispatch.errors import ConfigurationError, M3halError
@@ -55,7 +55,7 @@ def export(plan: Plan, path: str) -> None:
 def read(path: str) -> Mapping[str, Any]:
     """An exported plan. Raises ConfigurationError for what is none."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = parsed(Path(path).read_text(encoding="utf-8"))
         problem = _shapeless(data)
         if problem:
             raise ValueError(problem)

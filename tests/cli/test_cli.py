@@ -99,7 +99,7 @@ def test_ops(run: Any) -> None:
     for expected in ("sparse_attention(q: Tensor, kv: PagedCache", "Args:", "worst-row", "p_dtype", "MiniMax-AI/MSA"):
         assert expected in out
     data = json.loads(run("ops", "select_blocks", "--json")[1])
-    assert data["covers"] == ["block_scores", "topk_blocks"]
+    assert data["covers"] == ["block_scores", "topk_blocks", "merge_topk"]
     assert data["statics"] == ["block_size", "top_k_blocks", "init_blocks", "local_blocks"]
     assert "m3hal:reference" in json.loads(run("ops", "rms_norm", "--json")[1])["implemented_by"]
 
@@ -148,6 +148,13 @@ def test_explain_an_operator_for_a_device_that_is_not_here(run: Any) -> None:
         (("--operator", "rmsnorm=acme"), 2, "Did you mean 'rms_norm'"),
         (("--model", "/nowhere"), 2, "can't be read as a model's config.json"),
         (("--tp", "7"), 2, "can't be split over 7 ranks"),
+        (("--tp", "0"), 2, "--tp 0 must be a whole number from 1 on."),
+        (("--ep=-1",), 2, "--ep -1 must be a whole number from 1 on."),
+        (("--max-context", "0"), 2, "--max-context 0 must be a whole number from 1 on."),
+        (("--device", ""), 2, "'' is not a device"),
+        (("--kv-format", "nvfp5"), 2, "--kv-format nvfp5 is no cache format. Did you mean 'nvfp4'?"),
+        (("--index-format", "int8"), 2, "--index-format int8 is no cache format."),
+        (("--layouts", "hndd"), 2, "--layouts hndd: 'hndd' is no layout of pages. Did you mean 'hnd'?"),
     ],
 )
 def test_explain_exit_codes(run: Any, arguments: tuple[str, ...], code: int, message: str) -> None:
@@ -267,6 +274,25 @@ def test_explain_takes_short_names_of_dtypes(run: Any, short: str, long: str) ->
     plans = [run("explain", "--backend", "reference", "--dtype", dtype, "--json") for dtype in (short, long)]
     assert plans[0] == plans[1]
     assert plans[0][0] == 0
+
+
+def test_explain_takes_the_formats_of_both_caches(run: Any) -> None:
+    """By their short names; the index cache has the KV cache's unless told otherwise."""
+    asked = ("explain", "--backend", "reference", "--json", "--kv-format", "fp8")
+    for more, index in (((), "fp8_e4m3"), (("--index-format", "nvfp4"), "nvfp4")):
+        code, out, _ = run(*asked, *more)
+        site = json.loads(out)["sites"]["sparse_attention"]
+        assert (code, site["kv_format"], site["index_format"]) == (0, "fp8_e4m3", index)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"hidden_size": 1e999, "sparse_attention_config": 5}', '{"a": NaN}'])
+def test_a_hostile_configuration_is_a_sentence(run: Any, tmp_path: Path, text: str) -> None:
+    """Nested too deeply, with infinities, with numbers for tables: 2, for both commands that read one."""
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    for arguments in (("explain", "--model", str(path)), ("capacity", "--gpu", "B300", "--model", str(path))):
+        code, _, err = run(*arguments)
+        assert (code, err.startswith("m3hal: ")) == (2, True), err
 
 
 def test_explain_takes_a_kind_that_an_installed_manifest_names(run: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from m3hal.dispatch.discovery import Found
-from m3hal.dispatch.levels import digest, proved
+from m3hal.dispatch.levels import digest, proved, shipped
 
 
 @pytest.fixture
@@ -61,3 +61,31 @@ def test_a_part_of_the_cases_proves_nothing(package: Path) -> None:
     write(package / "b.json", "in-process", "x:y", b="pass", c="pass")
     write(package / "c.json", "in-process", "x:y", b="fail")
     assert proved([FOUND], "x:y") == {"c": "hardware"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"results": 5},
+        {"results": [1, {"impl_id": ["a"], "status": "pass"}]},
+        {"suite": 5},
+        {"suite": {"whole_operators": 5}},
+        {"implementations": [1]},
+        {"implementations": {"linear": 5}},
+    ],
+)
+def test_a_claim_of_another_form_proves_nothing(package: Path, wrong: dict[str, Any]) -> None:
+    """Its digest holds and its types do not: no plan fails for that."""
+    body = write(package / "a.json", "double", "x:y", a="pass") | wrong
+    (package / "a.json").write_text(json.dumps({**body, "digest": digest(body)}))
+    assert proved([FOUND], "x:y") == {}
+    assert all(isinstance(claim["results"], list) for claim in shipped([FOUND]))
+
+
+def test_files_that_cannot_be_read_prove_nothing(package: Path) -> None:
+    """A link to nothing, a folder, a text that is nested too deeply, bytes that are no text."""
+    (package / "a.json").symlink_to(package / "gone")
+    (package / "b.json").mkdir()
+    (package / "c.json").write_text('{"a":' * 100_000)
+    (package / "d.json").write_bytes(b"\xff\xfe{}")
+    assert proved([FOUND], "x:y") == {}
