@@ -38,7 +38,7 @@ def offers(plan: Plan) -> list[Offer]:
     usable = [found for found in plan.backends if found.is_usable and found.name != REFERENCE]
     levels = proved(usable, plan.device)
     held = {choice.operator for choice in plan.choices if choice.engine}
-    wanted = {name: ops.load(name) for name in ops.NAMES if name not in held}
+    wanted = {name: ops.load(name) for name in ops.NAMES if held.isdisjoint((name, *ops.covered(name)))}
     demands = Demands(plan.policy.require, None, True, devices.kind(plan.device) != "cpu", plan.device)
     found_offers = []
     for found in usable:

@@ -104,8 +104,21 @@ class Plan:
             raise M3halError(f"vLLM's own model serves {operator} and m3hal dispatches nothing, because {self.reason}.")
         if not found:
             known = {choice.operator for choice in self.choices}
-            raise ConfigurationError(f"{operator!r} is not an operator of this plan.{did_you_mean(operator, known)}")
+            told = self._unplanned(operator) if operator in ops.NAMES else did_you_mean(operator, known)
+            raise ConfigurationError(f"{operator!r} is not an operator of this plan.{told}")
         return found
+
+    def _unplanned(self, operator: str) -> str:
+        """Why an operator that there is has no row, as a sentence after another."""
+        held = {choice.operator: choice.engine for choice in self.choices if choice.engine}
+        taken = sorted(held.keys() & ops.covered(operator))
+        if taken:
+            holders = " and ".join(dict.fromkeys(held[name] for name in taken))
+            return f" It covers {' and '.join(taken)}, which {holders} holds."
+        sites = ops.load(operator).sites
+        if set(sites).isdisjoint(self.sites):
+            return f" It runs at {', '.join(sites)}, which this model has not; it has {', '.join(self.sites)}."
+        return " The plan was made for other operators."
 
     def choice(self, operator: str, site: str) -> Choice:
         """What serves an operator at a site. Raises M3halError when it doesn't run there."""

@@ -150,6 +150,12 @@ def test_explain_an_operator_for_a_device_that_is_not_here(run: Any) -> None:
         (("--tp", "7"), 2, "can't be split over 7 ranks"),
         (("--tp", "0"), 2, "--tp 0 must be a whole number from 1 on."),
         (("--ep=-1",), 2, "--ep -1 must be a whole number from 1 on."),
+        (("qkv_norm_rope_insert", "--backend", "reference"), 2, "plan. It covers linear, which vllm holds."),
+        (
+            ("draft_block_sample", "--backend", "reference", "--engine", "none"),
+            2,
+            "plan. It runs at drafter, which this model has not;",
+        ),
         (("--max-context", "0"), 2, "--max-context 0 must be a whole number from 1 on."),
         (("--device", ""), 2, "'' is not a device"),
         (("--kv-format", "nvfp5"), 2, "--kv-format nvfp5 is no cache format. Did you mean 'nvfp4'?"),
