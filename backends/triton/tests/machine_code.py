@@ -46,6 +46,10 @@ MODULES = [
 ]
 #: exit code
 TOO_MANY = 3
+#: what is recorded of a kernel
+FACTS = ("registers", "spilled", "shared", "instructions")
+#: kernels after which a record is written again, so that an interrupted run is not lost
+SAVED = 25
 #: a kernel that a case launches: (case, function's name, hash)
 Name = tuple[str, str, str]
 
@@ -135,12 +139,15 @@ def sources(target: str, case: str) -> dict[Name, tuple[ASTSource, dict[str, Any
     nvidia = not target.startswith("gfx")
     # what the GPU's callables would launch, though the tensors are on the CPU
     answers = {"multiprocessors": 132, "programmatic": nvidia, "native": nvidia, "converts": nvidia}
+    answers |= {"is_hopper": target == "sm_90"}
     for module in MODULES:
         for name in answers.keys() & vars(module).keys():
             setattr(module, name, lambda *given, answer=answers[name]: answer)
         for value in vars(module).values():
             if isinstance(value, jit.JITFunction):
                 value.starting_line_number = 1  # part of its hash; where it stands decides no instruction
+            elif hasattr(value, "interpreted"):
+                value.interpreted = True  # a launcher that asks triton each time, and no driver
     found = {}
     for function, args, kwargs in launches(CASES[case]):
         made, options = source(function, args, dict(kwargs))
@@ -185,38 +192,43 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--most", type=int, default=10**9, help="exit with 3 when the record lacks more than so many")
     arguments = parser.parse_args()
-    record = read()
+    record, facts = read(), {}
     tasks = [(t, c) for t in arguments.targets or TARGETS for c in arguments.case or CASES]
     # forked before anything is compiled: compilers of several processes share nothing
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        met = [
-            (target, name)
-            for (target, _), found in zip(tasks, pool.starmap(names, tasks, chunksize=8), strict=True)
-            for name in found
-        ]
+        found = pool.starmap(names, tasks, chunksize=8)
+        met = [(target, name) for (target, _), several in zip(tasks, found, strict=True) for name in several]
         first = {name[2]: (target, name) for target, name in reversed(met)}
-        missing = [digest for digest in first if digest not in record]
-        if len(missing) > arguments.most:
-            print(f"{len(missing)} of {len(first)} kernels are not as the record says", file=sys.stderr)
-            sys.exit(TOO_MANY)
-        known = [digest for digest in first if digest in record]
-        again = (
-            known if arguments.all else random.Random(arguments.seed).sample(known, min(arguments.sample, len(known)))
-        )
-        made = pool.starmap(compiled, [first[digest] for digest in missing + again], chunksize=1)
-    fresh = dict(zip(missing + again, made, strict=True))
-    facts = {}
-    for digest, (target, (case, kernel, _)) in first.items():
-        head = {"target": target, "kernel": kernel, "case": case, "hash": digest, "triton": triton.__version__}
-        facts[digest] = head | fresh[digest] if digest in fresh else record[digest]
+        todo = chosen(arguments, first, record)
+        for digest, entry in zip(todo, pool.imap(described, [first[digest] for digest in todo]), strict=True):
+            facts[digest] = entry
+            if arguments.record and len(facts) % SAVED == 0:
+                write(record | facts)
     if arguments.record:
-        kept = {} if not (arguments.targets or arguments.case) else record
-        write({**kept, **facts})
+        everything = not (arguments.targets or arguments.case)
+        write({digest: facts.get(digest) or record[digest] for digest in first} if everything else record | facts)
     for target, (case, kernel, digest) in met:
-        entry = facts[digest] | {"target": target, "case": case, "kernel": kernel}
-        was = record.get(digest)
-        lied = digest in fresh and was is not None and any(was[key] != value for key, value in fresh[digest].items())
-        print(json.dumps(entry | {"compiled": digest in fresh, **({"recorded": was} if lied else {})}), flush=True)
+        entry, was = facts.get(digest) or record[digest], record.get(digest)
+        told = entry | {"target": target, "case": case, "kernel": kernel, "compiled": digest in facts}
+        lied = digest in facts and was is not None and any(was[key] != entry[key] for key in FACTS)
+        print(json.dumps(told | ({"recorded": was} if lied else {})), flush=True)
+
+
+def chosen(arguments: argparse.Namespace, first: dict[str, Any], record: dict[str, Any]) -> list[str]:
+    """The hashes of what is compiled now. Exits when that is too much."""
+    missing, known = [h for h in first if h not in record], [h for h in first if h in record]
+    if len(missing) > arguments.most:
+        print(f"{len(missing)} of {len(first)} kernels are not as the record says", file=sys.stderr)
+        sys.exit(TOO_MANY)
+    sample = random.Random(arguments.seed).sample(known, min(arguments.sample, len(known)))
+    return missing + (known if arguments.all else sample)
+
+
+def described(what: tuple[str, Name]) -> dict[str, Any]:
+    """A line of the record."""
+    target, (case, kernel, digest) = what
+    head = {"target": target, "kernel": kernel, "case": case, "hash": digest, "triton": triton.__version__}
+    return head | compiled(*what)
 
 
 if __name__ == "__main__":
