@@ -18,7 +18,10 @@ from m3hal_triton._launch import after, multiprocessors, power_of_two_above, pro
 FEW = 8
 #: columns of a token and of the weight that a program of few tokens holds at a time
 WIDEST = 8192
-BLOCK_N, BLOCK_K = 128, 64
+#: (tokens up to which, tile's tokens at most, rows of the weight, depth; warps, stages)
+TILES = ((64, 64, 32, 64, 4, 4), (2048, 128, 64, 64, 8, 3), (float("inf"), 128, 64, 64, 8, 4))
+#: columns of a thread of few tokens
+COLUMNS_PER_THREAD = 32
 #: elements of the output of one program that adds parts up
 SUMMED = 512
 
@@ -33,18 +36,19 @@ def gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         _gate_few[(rows,)](
             x, weight, out, x.stride(), weight.stride(), out.stride(), tokens, width,
             TOKENS=power_of_two_above(tokens), COLUMNS=columns, EARLY=early,
-            num_warps=max(1, min(8, columns // 256)), **after(early),
+            num_warps=max(1, min(16, columns // COLUMNS_PER_THREAD // 32)), **after(early),
         )  # fmt: skip
         return
-    block = min(64, max(16, power_of_two_above(tokens)))
-    tiles, steps = triton.cdiv(tokens, block) * triton.cdiv(rows, BLOCK_N), triton.cdiv(width, BLOCK_K)
+    _, most, block_n, block_k, warps, stages = next(tile for tile in TILES if tokens <= tile[0])
+    block_m = min(most, max(16, power_of_two_above(tokens)))
+    tiles, steps = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n), triton.cdiv(width, block_k)
     each = triton.cdiv(steps, min(steps, max(1, multiprocessors(x.device) // tiles)))
     parts = triton.cdiv(steps, each)
     made = out if parts == 1 else out.new_empty(parts, tokens, rows, dtype=torch.float32)
-    _gate_many[(triton.cdiv(tokens, block), triton.cdiv(rows, BLOCK_N), parts)](
+    _gate_many[(triton.cdiv(tokens, block_m), triton.cdiv(rows, block_n), parts)](
         x, weight, made, x.stride(), weight.stride(), made.stride()[-2:], 0 if parts == 1 else made.stride(0),
         tokens, rows, width,
-        STEPS=each, BLOCK_M=block, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, EARLY=early, num_warps=8, num_stages=3,
+        STEPS=each, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, EARLY=early, num_warps=warps, num_stages=stages,
         **after(early),
     )  # fmt: skip
     if parts > 1:
@@ -99,16 +103,22 @@ def _gate_many(
         left = tl.load(x + token * x_strides[0] + column * x_strides[1], mask=(token < tokens) & inside, other=0.0)
         at = weight + row * weight_strides[0] + column * weight_strides[1]
         whole = tl.load(at, mask=(row < rows) & inside, other=0.0)
-        high = whole.to(tl.bfloat16)
-        rest = whole - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        high = _first_bits(whole)
+        rest = whole - high
+        middle = _first_bits(rest)
+        low, middle, high = (rest - middle).to(tl.bfloat16), middle.to(tl.bfloat16), high.to(tl.bfloat16)
         tile = tl.dot(left, tl.trans(low))
         tile = tl.dot(left, tl.trans(middle), tile)
         total += tl.dot(left, tl.trans(high), tile)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     to = out + part * part_stride + token * out_strides[0] + column * out_strides[1]
     tl.store(to, total, mask=(token < tokens) & (column < rows))
+
+
+@triton.jit
+def _first_bits(x):
+    """fp32 of the first eight significant bits, which is what bf16 holds: three times eight are all."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -58,13 +58,13 @@ def _rows(
     at = data + row * data_strides[0]
     if FORMAT == "mxfp4" or FORMAT == "nvfp4":
         byte = first // 2 + tl.arange(0, COLUMNS // 2)
-        number = e2m1_pairs(tl.load(at + byte * data_strides[1], mask=byte < width // 2, other=0))
+        number = e2m1_pairs(tl.load(at + byte * data_strides[1], mask=byte < width // 2, other=0), tl.float32)
     else:
         code = tl.load(at + column * data_strides[1], mask=inside, other=0)
         if FORMAT == "float32" or FORMAT == "bfloat16" or FORMAT == "float64":
             number = code
         else:
-            number = e4m3_values(code, 240 if FORMAT == "fp8_e4m3_240" else 448)
+            number = e4m3_values(code, 240 if FORMAT == "fp8_e4m3_240" else 448, tl.float32)
     if scales is not None:
         scale = tl.load(scales + row * scale_strides[0] + column // GROUP * scale_strides[1], mask=inside, other=0)
         number = number * (scale if FORMAT == "fp8_e4m3" or FORMAT == "fp8_e4m3_240" else block_scales(scale, FORMAT))

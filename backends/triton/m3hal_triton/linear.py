@@ -23,6 +23,12 @@ from m3hal_triton.quantize import quantize_rows
 
 #: tiles of neighbouring rows of the output that run side by side, and share what they read
 SIDE_BY_SIDE = 8
+#: (tokens up to which; a tile's tokens, rows of the weight, depth; warps, stages): few tokens take narrow tiles, of
+#: which there are more. Of bf16 products, of fp32's, and of FP8's
+Tile = tuple[float, int, int, int, int, int]
+TILES: tuple[Tile, ...] = ((16, 16, 16, 256, 2, 3), (64, 64, 32, 128, 4, 4), (float("inf"), 256, 128, 64, 8, 3))
+WIDE: tuple[Tile, ...] = ((16, 16, 32, 64, 4, 2), (float("inf"), 64, 32, 32, 4, 2))
+NARROW: tuple[Tile, ...] = ((16, 16, 32, 128, 4, 4), (64, 64, 64, 128, 4, 3), (float("inf"), 128, 128, 128, 8, 3))
 _FAKE = load("linear").fake
 Weight = torch.Tensor | QTensor
 
@@ -67,8 +73,10 @@ def _launch(x: torch.Tensor, scale_x: torch.Tensor | None, weight: Weight, out: 
     by_row = scale is not None and scale.dtype == torch.float32
     tokens, width, rows = *x.shape, out.shape[1]
     whole = None if q.global_scale is None else q.global_scale.reshape(-1)
-    wide = x.dtype == torch.float32
-    block_m, block_n, block_k, warps, stages = _tile(tokens, wide)
+    tiles = WIDE if x.dtype == torch.float32 else TILES if scale_x is None else NARROW
+    _, block_m, block_n, block_k, warps, stages = _tile(tokens, tiles)
+    if format == "nvfp4":  # whose scales take registers
+        block_m = min(block_m, 128)
     _project[(triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n),)](
         x, scale_x, data, scale, whole, out, x.stride(), 0 if scale_x is None else scale_x.stride(0), data.stride(),
         (0, 0) if scale is None else scale.stride(), 0 if whole is None or len(whole) == 1 else whole.stride(0),
@@ -79,13 +87,8 @@ def _launch(x: torch.Tensor, scale_x: torch.Tensor | None, weight: Weight, out: 
     )  # fmt: skip
 
 
-def _tile(tokens: int, wide: bool) -> tuple[int, int, int, int, int]:
-    """Rows, columns and depth of a tile, warps, stages; few tokens take narrow tiles, of which there are more."""
-    if wide:
-        return (16, 32, 64, 4, 2) if tokens <= 16 else (64, 32, 32, 4, 2)
-    if tokens <= 16:
-        return 16, 32, 128, 4, 4
-    return (64, 64, 128, 4, 3) if tokens <= 64 else (128, 128, 64, 8, 3)
+def _tile(tokens: int, tiles: tuple[Tile, ...]) -> Tile:
+    return next(tile for tile in tiles if tokens <= tile[0])
 
 
 @triton.jit
@@ -98,20 +101,20 @@ def _weights(
     at = data + row * data_strides[0]
     if FORMAT == "mxfp4" or FORMAT == "nvfp4":
         byte = first // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
-        number = e2m1_pairs(tl.load(at + byte * data_strides[1], mask=inside & (byte < width // 2), other=0))
+        number = e2m1_pairs(tl.load(at + byte * data_strides[1], mask=inside & (byte < width // 2), other=0), COMPUTE)
     else:
         number = tl.load(at + column * data_strides[1], mask=inside & (column < width), other=0)
         if FORMAT == "fp8_e4m3" and tl.float8e4nv == COMPUTE:
             number = number.to(tl.float8e4nv, bitcast=True)
         elif FORMAT == "fp8_e4m3" or FORMAT == "fp8_e4m3_240" or FORMAT == "mxfp8":
-            number = e4m3_values(number, 240 if FORMAT == "fp8_e4m3_240" else 448)
+            number = e4m3_values(number, 240 if FORMAT == "fp8_e4m3_240" else 448, COMPUTE)
     if GROUP > 0:
         group = first // GROUP + tl.arange(0, BLOCK_K // GROUP)[None, :]
         there = inside & (group < width // GROUP)
         scale = block_scales(
             tl.load(scales + row * scale_strides[0] + group * scale_strides[1], mask=there, other=0), FORMAT
         )
-        grouped = tl.reshape(number, (number.shape[0], BLOCK_K // GROUP, GROUP)) * scale[:, :, None]
+        grouped = tl.reshape(number, (number.shape[0], BLOCK_K // GROUP, GROUP)) * scale.to(COMPUTE)[:, :, None]
         number = tl.reshape(grouped, (number.shape[0], BLOCK_K))
     return number.to(COMPUTE)
 

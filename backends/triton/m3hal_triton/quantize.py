@@ -52,7 +52,7 @@ def quantize_rows(x: torch.Tensor, out: QTensor, maximum: int = 448) -> None:
     _whole_rows[(len(rows),)](
         rows, data, scale, rows.stride(), data.stride(), scale.stride(0), width,
         MAXIMUM=maximum, COLUMNS=columns, NATIVE=maximum == 448 and converts(x.device),
-        num_warps=max(1, min(8, columns // 512)),
+        num_warps=max(1, min(16, columns // 512)),
     )  # fmt: skip
 
 
@@ -88,22 +88,31 @@ def _whole_rows(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x += row * x_strides[0]
+    data += row * data_strides[0]
     column = tl.arange(0, COLUMNS)
-    largest = tl.zeros((COLUMNS,), tl.int32)
-    for first in range(0, width, COLUMNS):
+    number = tl.load(x + column * x_strides[1], mask=column < width, other=0.0).to(tl.float32)
+    largest = magnitude(number)
+    for first in range(COLUMNS, width, COLUMNS):
         at = first + column
-        number = tl.load(x + at * x_strides[1], mask=at < width, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, magnitude(number))
+        more = tl.load(x + at * x_strides[1], mask=at < width, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, magnitude(more))
     scale = tl.div_rn(tl.max(largest, 0).to(tl.float32, bitcast=True), MAXIMUM + 0.0)
     scale = tl.where(scale == 0.0, 1.0, scale)
     tl.store(scales + row * scale_stride, scale)
-    for first in range(0, width, COLUMNS):
+    tl.store(data + column * data_strides[1], _scaled(number, scale, MAXIMUM, NATIVE), mask=column < width)
+    for first in range(COLUMNS, width, COLUMNS):
         at = first + column
-        number = tl.div_rn(tl.load(x + at * x_strides[1], mask=at < width, other=0.0).to(tl.float32), scale)
-        if MAXIMUM != 448:  # comparisons with NaN are false, so a NaN stays
-            number = tl.where(number > MAXIMUM, MAXIMUM, tl.where(number < -MAXIMUM, -MAXIMUM, number))
-        code = e4m3(number, NATIVE).to(tl.uint8)
-        tl.store(data + row * data_strides[0] + at * data_strides[1], code, mask=at < width)
+        more = tl.load(x + at * x_strides[1], mask=at < width, other=0.0).to(tl.float32)
+        tl.store(data + at * data_strides[1], _scaled(more, scale, MAXIMUM, NATIVE), mask=at < width)
+
+
+@triton.jit
+def _scaled(number, scale, MAXIMUM: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes of number / scale."""
+    number = tl.div_rn(number, scale)
+    if MAXIMUM != 448:  # comparisons with NaN are false, so a NaN stays
+        number = tl.where(number > MAXIMUM, MAXIMUM, tl.where(number < -MAXIMUM, -MAXIMUM, number))
+    return e4m3(number, NATIVE).to(tl.uint8)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from m3hal.shape import Site
 from m3hal_triton._launch import power_of_two_above
 
 #: of a program, which is a row
-MOST_WARPS = 16
+MOST_WARPS = 8
 #: looked up here: torch.compile looks into the callables, and can't follow a lookup
 _FAKE, _ADD_FAKE = load("rms_norm").fake, load("add_rms_norm").fake
 
@@ -101,6 +101,8 @@ def _rows(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < width
+    # the weight comes while the row does, not after its sum
+    gain = tl.load(weight + column * weight_column, mask=inside, other=0.0)
     value = tl.load(x + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * residual_row + column * residual_column, mask=inside, other=0.0).to(
@@ -108,6 +110,6 @@ def _rows(
         )
         target = residual_out + row * residual_out_row + column * residual_out_column
         tl.store(target, value.to(residual_out.dtype.element_ty), mask=inside)
-    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, 0) / width + eps))
-    gain = offset + tl.load(weight + column * weight_column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_row + column * out_column, (value * scale * gain).to(out.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    result = value * scale * (offset + gain.to(tl.float32))
+    tl.store(out + row * out_row + column * out_column, result.to(out.dtype.element_ty), mask=inside)

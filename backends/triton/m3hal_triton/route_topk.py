@@ -10,13 +10,11 @@ import triton.language as tl
 
 from m3hal.ops import load
 from m3hal.shape import Site
-from m3hal_triton._choose import order_key
+from m3hal_triton._choose import ABSENT, order_key
 from m3hal_triton._launch import after, power_of_two_above, programmatic
 
-#: rows of one program, and its warps: a row's maxima need no barrier then
-ROWS = 4
-#: below every key
-_TAKEN = tl.constexpr(-(2**63))
+#: rows of one program, and its warps: what a row needs of its warp needs no barrier
+ROWS = 8
 _FAKE = load("route_topk").fake
 
 
@@ -48,7 +46,7 @@ def _route(
     return result
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["bias", "weights", "ids"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["weights", "ids"])
 def _rows(
     logits, logit_strides, bias, bias_stride, forced, forced_strides, weights, weight_strides, ids, id_strides,
     tokens, scale,
@@ -65,8 +63,7 @@ def _rows(
     logit = tl.load(logits + row * logit_strides[0] + expert * logit_strides[1], mask=there, other=0.0).to(tl.float32)
     score = tl.div_rn(1.0, 1.0 + tl.exp(-logit))
     choice = score + tl.load(bias + expert * bias_stride, mask=expert < EXPERTS, other=0.0).to(tl.float32)
-    # keys of different experts differ: the lower id is the larger among equals
-    key = order_key(choice, expert < 0, there).to(tl.int64) * 4294967296 + (PADDED - 1 - expert)
+    key = order_key(choice, expert < 0, there)
     score = tl.where(score == score, score, 0.0)
     chosen = tl.full((ROWS, SLOTS), -1, tl.int32)
     weight = tl.zeros((ROWS, SLOTS), tl.float32)
@@ -74,10 +71,10 @@ def _rows(
         chosen = tl.load(forced + row * forced_strides[0] + slot * forced_strides[1], mask=stored, other=-1)
         replayed = tl.max(chosen, 1)[:, None] >= 0
     for turn in tl.static_range(K):
-        best = PADDED - 1 - (tl.max(key, 1)[:, None] & 0xFFFFFFFF).to(tl.int32)
+        best = tl.min(tl.where(key == tl.max(key, 1)[:, None], expert, PADDED - 1), 1)[:, None]
         if forced is not None:
             best = tl.where(replayed, tl.sum(tl.where(slot == turn, chosen, 0), 1)[:, None], best)
-        key = tl.where(expert == best, _TAKEN, key)
+        key = tl.where(expert == best, ABSENT, key)
         own = tl.sum(tl.where(expert == best, score, 0.0), 1)[:, None]
         chosen = tl.where(slot == turn, best, chosen)
         weight = tl.where(slot == turn, own, weight)

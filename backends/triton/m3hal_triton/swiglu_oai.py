@@ -12,8 +12,9 @@ from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton._launch import common_power_of_two, power_of_two_above
 
-#: of a program: columns at most, and elements. Columns divide a row's length where its factors of two leave MIN_COLUMNS
-COLUMNS, MIN_COLUMNS, ELEMENTS = 1024, 128, 2048
+#: of a program: columns at most, elements, warps. Columns divide a row's length where its factors of two leave
+#: MIN_COLUMNS
+COLUMNS, MIN_COLUMNS, ELEMENTS, WARPS = 1024, 128, 1024, 4
 #: looked up here: torch.compile looks into the callable, and can't follow a lookup
 _FAKE = load("swiglu_oai").fake
 
@@ -30,10 +31,10 @@ def _activate(site: Site, gate_up: torch.Tensor, out: torch.Tensor | None = None
         rows, target = gate_up.reshape(-1, 2 * width), out.view(-1, width)
         columns = common_power_of_two(width)
         columns = min(COLUMNS, columns if columns >= MIN_COLUMNS else power_of_two_above(width))
-        many = ELEMENTS // columns
+        many = max(1, ELEMENTS // columns)
         _activate_tile[(-(-target.shape[0] // many), -(-width // columns))](
             rows, target, *rows.stride(), *target.stride(), target.shape[0], width,
-            site.alpha, site.beta, site.limit, ROWS=many, COLUMNS=columns, num_warps=4,
+            site.alpha, site.beta, site.limit, ROWS=many, COLUMNS=columns, num_warps=WARPS,
         )  # fmt: skip
     return out
 

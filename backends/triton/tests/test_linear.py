@@ -11,7 +11,7 @@ from m3hal.ops import load
 
 FORMATS = ("float32", "bfloat16", "fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4")
 #: of a row: the rounding of the output, or of sums in fp32
-BOUND = {torch.float32: 5e-7, torch.bfloat16: 4e-3}
+BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 TOKENS = pytest.mark.parametrize("tokens", [1, 17, 70])
 
 
@@ -73,13 +73,14 @@ def test_views(format):
 @TOKENS
 def test_the_routers_digits(tokens):
     """An fp32 weight keeps all its digits: bf16 would lose sixteen of them, tf32 thirteen, and two bf16 parts eight."""
+    torch.manual_seed(tokens)
     x = torch.randn(tokens, 256, device=DEVICE).bfloat16()
-    base = torch.randn(4, 1, 256, device=DEVICE)
+    base = torch.randn(16, 1, 256, device=DEVICE)
     # neighbours of the same weight, a few last places apart: what distinguishes their logits lies in the last bits
     weight = (base * (1 + 2.0**-22 * torch.arange(8, device=DEVICE)[:, None])).flatten(0, 1)
     out = linear(sparse_site(torch.bfloat16))(x, weight)
     assert out.dtype == torch.float32
-    assert _worst_row(out, x.double() @ weight.double().T) <= 4e-7
+    assert _worst_row(out, x.double() @ weight.double().T) <= 6e-7
 
 
 def test_a_bad_token_stays_alone():
