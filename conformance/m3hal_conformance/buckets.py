@@ -99,7 +99,7 @@ def _trimmed_ranks(outcome: Outcome, tokens: Sequence[int]) -> Outcome:
     """Each rank's rows stand in its own bucket, one bucket below the other."""
     for values in (outcome.outputs, outcome.unwritten):
         for name, tensor in values.items():
-            if len(tensor) > sum(tokens):
+            if len(tensor) > sum(tokens) and not name.endswith(".buf"):
                 buckets = tensor.chunk(len(tokens))  # equal: all ranks are asked in buckets of one size
                 values[name] = torch.cat([own[:count] for own, count in zip(buckets, tokens, strict=True)])
     return outcome

@@ -19,7 +19,7 @@ import torch
 
 from m3hal import ops
 from m3hal.ops import Operator
-from m3hal_conformance import legitimate, legitimate_ranks
+from m3hal_conformance import legitimate, legitimate_layer, legitimate_ranks
 from m3hal_conformance import oracle as oracles
 from m3hal_conformance.case import Case
 from m3hal_conformance.compare import Score, compare
@@ -31,16 +31,21 @@ from m3hal_conformance.suite import all_cases
 from m3hal_conformance.tolerance import PATH, is_unbounded, key_of
 
 SEEDS = (0, 1, 2)
-EVALUATIONS = {**legitimate.EVALUATIONS, **legitimate_ranks.EVALUATIONS}
+EVALUATIONS = {
+    **legitimate.EVALUATIONS,
+    **legitimate_ranks.EVALUATIONS,
+    "sparse_decoder_layer": legitimate_layer.sparse_decoder_layer,
+}
 _ATTENTION = ("sparse_attention", "paged_attention")
 _SCORES = ("block_scores", "select_blocks")
 _EXPERTS = ("moe_experts", "mega_moe")
 _PRODUCTS = ("linear", *_EXPERTS)
 _INSERTS = ("qk_norm_rope_insert", "qkv_norm_rope_insert")
+_LAYER = "sparse_decoder_layer"
 #: the traits that an evaluation can take, and the operators whose evaluation does
 _EVALUATED = {
-    "mma_accum": (*_PRODUCTS, *_SCORES, *_ATTENTION, "qkv_norm_rope_insert", "draft_block_sample"),
-    "p_dtype": _ATTENTION,
+    "mma_accum": (*_PRODUCTS, *_SCORES, *_ATTENTION, "qkv_norm_rope_insert", "draft_block_sample", _LAYER),
+    "p_dtype": (*_ATTENTION, _LAYER),
     "q_dtype": (*_ATTENTION, *_SCORES),
     "kv_dequant_round": (*_ATTENTION, *_SCORES),
     "activation_format": (*_PRODUCTS, "qkv_norm_rope_insert"),
@@ -49,12 +54,12 @@ _EVALUATED = {
     "logits_round": ("draft_block_sample",),
     "qkv_round": ("qkv_norm_rope_insert",),
     "norm_rope_round": _INSERTS,
-    "rope_table": ("rope_partial", *_INSERTS),
-    "kv_scale_used": _INSERTS,
+    "rope_table": ("rope_partial", *_INSERTS, _LAYER),
+    "kv_scale_used": (*_INSERTS, _LAYER),
     "nvfp4_quantizer": _INSERTS,
     "mx_scale_rule": _INSERTS,
-    "double_rounding": _INSERTS,
-    "combine_dtype": _EXPERTS,
+    "double_rounding": (*_INSERTS, _LAYER),
+    "combine_dtype": (*_EXPERTS, _LAYER),
     "shared_activation_format": _EXPERTS,
 }
 _STORED = ("fp8_e4m3", "fp8_e4m3_240", "mxfp8", "mxfp4", "nvfp4")

@@ -185,7 +185,7 @@ def _insert_products(site: Site, actual: Named, oracle: Named, bounds: Bounds) -
         elif cache == name:
             scores.append(rows(name, tensor, oracle[name], bounds(name, "row")))
         else:
-            dim = site.head_dim if cache == "kv" else site.index_dim
+            dim = site.head_dim if cache.startswith("kv") else site.index_dim
             both = zip("kv", tensor.split(dim, -1), oracle[name].split(dim, -1), strict=False)  # type: ignore[no-untyped-call]
             scores += [rows(f"{name}.{part}", a, b, bounds(f"{name}.{part}", "row")) for part, a, b in both]
     return scores
@@ -302,6 +302,7 @@ _SPECIAL: dict[str, Callable[[Site, Named, Named, Bounds], list[Score]]] = {
     "kv_write": _write,
     "qk_norm_rope_insert": _insert,
     "qkv_norm_rope_insert": _insert_products,
+    "sparse_decoder_layer": _insert_products,
     "select_blocks": _select,
     "topk_blocks": _topk,
     "merge_topk": _topk,

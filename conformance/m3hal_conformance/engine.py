@@ -16,6 +16,7 @@ from torch import Tensor
 
 import m3hal_conformance.process  # noqa: F401  registers its checks
 from m3hal.ops import ExpertWeights
+from m3hal.ops.sparse_decoder_layer import LayerWeights
 from m3hal_conformance.buckets import _is_token_axis, trimmed
 from m3hal_conformance.checks import _same, check
 from m3hal_conformance.harness import Carved, Named
@@ -265,8 +266,8 @@ def graph_replay(trial: Trial) -> None:
 
 def _weights(trial: Trial) -> dict[str, Any]:
     """The inputs that were packed before the capture, and stay."""
-    packs = trial.bound.prepare_weights is not None
-    return {name: value for name, value in trial.inputs.items() if packs and isinstance(value, ExpertWeights)}
+    packs, weights = trial.bound.prepare_weights is not None, (ExpertWeights, LayerWeights)
+    return {name: value for name, value in trial.inputs.items() if packs and isinstance(value, weights)}
 
 
 def _overwrite(carved: Carved, given: Mapping[str, Any]) -> None:

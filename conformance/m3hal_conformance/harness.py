@@ -13,6 +13,7 @@ from torch import Tensor
 from m3hal.dispatch import Bound
 from m3hal.layouts import PagedCache
 from m3hal.ops import ExpertWeights, Operator, SeqMeta
+from m3hal.ops.sparse_decoder_layer import LayerWeights
 from m3hal_conformance.bounds import bits
 from m3hal_conformance.guard import Slab
 from m3hal_conformance.ranks import PerRank, by_rank, of_rank, rank_count, run_ranks
@@ -150,7 +151,7 @@ class Harness:
                 return PerRank(given(own, rank) for rank, own in enumerate(value))
             if isinstance(value, SeqMeta) and self.bound.plan_batch:
                 return self.bound.plan_batch(value, _share(storage, self.bound.plan_bytes, at))
-            if isinstance(value, ExpertWeights) and self.bound.prepare_weights:
+            if isinstance(value, (ExpertWeights, LayerWeights)) and self.bound.prepare_weights:
                 return self.bound.prepare_weights(value)
             return value
 

@@ -65,7 +65,14 @@ def concerning(operator: Operator, site: Site, inputs: Mapping[str, Any], traits
     """The declared traits without those that speak of a storage format which neither site nor inputs have."""
     activations = traits.get("activation_format", site.activation_format)
     formats = {cache.layout.format for cache in inputs.values() if isinstance(cache, PagedCache)}
-    if operator.name in ("quantize", "linear", "moe_experts", "mega_moe", "qkv_norm_rope_insert"):
+    if operator.name in (
+        "quantize",
+        "linear",
+        "moe_experts",
+        "mega_moe",
+        "qkv_norm_rope_insert",
+        "sparse_decoder_layer",
+    ):
         formats.add(site.activation_format if operator.name == "quantize" else activations)
     if site.shared_intermediate_size:
         formats.add(traits.get("shared_activation_format", ""))
@@ -166,15 +173,17 @@ def _insert_stored(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Run
 
     Of the projection's keys and values both by what they were, in last places of their vectors' size.
     """
-    projected = "weight" in given
+    projected = "weight" in given or "layer" in given
     caches = {"kv": ("slots", "kv"), "index_cache": ("index_slots", "index_cache")}
-    quantised = [name for name in caches if given[name] is not None and given[name].layout.format not in PLAIN_FORMATS]
+    held = [name for name in caches if isinstance(given[name], PagedCache)]
+    quantised = [name for name in held if given[name].layout.format not in PLAIN_FORMATS]
     if not quantised:
         return {}
     wide = {name: given[name] and _plain(given[name]) for name in caches}
     run(*{**given, **wide}.values())
     stored = cloned(inputs)  # not widened: values are rounded in fp32, as the definition says
-    run(*stored.values())
+    if not projected:
+        run(*stored.values())
     found: Named = {}
     for name in quantised:
         slots = given[caches[name][0]]
@@ -225,6 +234,7 @@ def _nothing_before(given: Mapping[str, Any], inputs: Mapping[str, Any], run: Ru
 _BEFORE = {
     "qk_norm_rope_insert": _insert_stored,
     "qkv_norm_rope_insert": _insert_stored,
+    "sparse_decoder_layer": _insert_stored,
     "kv_write": _write_stored,
 }
 

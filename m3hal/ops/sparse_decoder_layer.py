@@ -38,6 +38,8 @@ from m3hal.ops._group import Group, ranks
 from m3hal.ops._operator import Numeric, Operator, Trait
 from m3hal.ops._traits import EXACT
 
+#: freedoms of its parts that are no freedoms here: every layer may take them
+BETWEEN = ("reduce_dtype", "add_norm_round", "qkv_round", "norm_rope_round")
 _PARTS = (reducing_norm, projected, indexer, attention, projection, router, experts_of_a_layer)
 
 
@@ -185,8 +187,9 @@ def fake(x: torch.Tensor, residual: torch.Tensor, *_: object, **__: object) -> t
 
 
 def _traits() -> tuple[Trait, ...]:
-    """Those of its parts, each once."""
-    return tuple({trait.name: trait for part in _PARTS for trait in part.OPERATOR.traits}.values())
+    """Those of its parts, each once, but for what is rounded between them."""
+    found = {trait.name: trait for part in _PARTS for trait in part.OPERATOR.traits}
+    return tuple(trait for name, trait in found.items() if name not in BETWEEN)
 
 
 OPERATOR = Operator(

@@ -17,6 +17,7 @@ from m3hal_broken_zoo import (
     selection,
     shipped,
     stored,
+    whole,
 )
 from m3hal_broken_zoo._zoo import MUTANTS, Mutant
 
@@ -37,4 +38,5 @@ __all__ = [
     "selection",
     "shipped",
     "stored",
+    "whole",
 ]
