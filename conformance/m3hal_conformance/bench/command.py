@@ -50,8 +50,16 @@ def bench(options: argparse.Namespace) -> int:
         return 0
     ceilings = {} if options.check_only else clock.ceilings(made.device)
     runs = 0 if options.check_only else options.runs
-    measured = list(_measured(made, picked, ceilings, runs, quiet=options.json))
-    return _told(options, measured, made, device, ceilings, absent)
+    machine: dict[str, Any] = {"device": device, "backend": made.runner.backend, **environment(device)}
+    if absent:
+        machine["peer_absent"] = absent
+    command = shlex.join(["m3hal", *sys.argv[1:]]) if options.is_command_line else "m3hal bench"
+    measured: list[Measured] = []
+    for row in _measured(made, picked, ceilings, runs, quiet=options.json):
+        measured.append(row)
+        if options.out:  # after each row: an interrupted run keeps what it has
+            Path(options.out).write_text(table.to_json(measured, machine, ceilings, command))
+    return _told(options, measured, table.to_json(measured, machine, ceilings, command), made, ceilings, absent)
 
 
 def _read(options: argparse.Namespace) -> int:
@@ -154,16 +162,11 @@ def _checked(work: Work) -> dict[str, float]:
 def _told(
     options: argparse.Namespace,
     found: Sequence[Measured],
+    written: str,
     bench: Bench,
-    device: str,
     ceilings: dict[str, float],
     absent: str,
 ) -> int:
-    command = shlex.join(["m3hal", *sys.argv[1:]]) if options.is_command_line else "m3hal bench"
-    machine: dict[str, Any] = {"device": device, "backend": bench.runner.backend, **environment(device)}
-    if absent:
-        machine["peer_absent"] = absent
-    written = table.to_json(found, machine, ceilings, command)
     if options.json:
         print(written, end="")
     else:
@@ -171,10 +174,10 @@ def _told(
         print(f"{table.text(found)}\n\nmicroseconds, medians of {options.runs} interleaved runs; ceilings: {rates}")
         if absent:
             print(f"no peer: {absent}")
-    if options.out:
-        Path(options.out).write_text(written)
     if options.png:
-        _draw(found, options.png, f"{device}, {bench.runner.backend}")
+        _draw(found, options.png, f"{bench.runner.device}, {bench.runner.backend}")
     if all(row.status == "unsupported" for row in found):
-        raise UnsupportedError(f"{bench.runner.backend} serves none of these rows on {device}: {found[0].reason}.")
+        raise UnsupportedError(
+            f"{bench.runner.backend} serves none of these rows on {bench.runner.device}: {found[0].reason}."
+        )
     return 1 if any(row.status in ("wrong", "failed") for row in found) else 0
