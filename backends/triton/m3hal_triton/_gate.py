@@ -20,18 +20,20 @@ FEW = 8
 WIDEST = 8192
 #: (tokens up to which, tile's tokens at most, rows of the weight, depth; warps, stages)
 TILES = ((64, 64, 32, 64, 4, 4), (2048, 128, 64, 64, 8, 3), (float("inf"), 128, 64, 64, 8, 4))
+#: into how many parts the depth goes where the order of sums is to be one
+STEADY_PARTS = 8
 #: columns of a thread of few tokens
 COLUMNS_PER_THREAD = 32
 #: elements of the output of one program that adds parts up
 SUMMED = 512
 
 
-def gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes x [T, K] times weight^T [N, K] to out [T, N]."""
+def gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, steady: bool = False) -> None:
+    """Writes x [T, K] times weight^T [N, K] to out [T, N]. steady: with one order of sums for any T."""
     tokens, width = x.shape
     rows = len(weight)
     early = programmatic(x.device)
-    if tokens <= FEW:
+    if tokens <= FEW and not steady:
         columns = min(power_of_two_above(width), WIDEST)
         _gate_few[(rows,)](
             x, weight, out, x.stride(), weight.stride(), out.stride(), tokens, width,
@@ -39,10 +41,12 @@ def gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
             num_warps=max(1, min(16, columns // COLUMNS_PER_THREAD // 32)), **after(early),
         )  # fmt: skip
         return
-    _, most, block_n, block_k, warps, stages = next(tile for tile in TILES if tokens <= tile[0])
-    block_m = min(most, max(16, power_of_two_above(tokens)))
+    tile = TILES[0] if steady else next(tile for tile in TILES if tokens <= tile[0])
+    _, most, block_n, block_k, warps, stages = tile
+    block_m = most if steady else min(most, max(16, power_of_two_above(tokens)))
     tiles, steps = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n), triton.cdiv(width, block_k)
-    each = triton.cdiv(steps, min(steps, max(1, multiprocessors(x.device) // tiles)))
+    shares = STEADY_PARTS if steady else max(1, multiprocessors(x.device) // tiles)
+    each = triton.cdiv(steps, min(steps, shares))
     parts = triton.cdiv(steps, each)
     made = out if parts == 1 else out.new_empty(parts, tokens, rows, dtype=torch.float32)
     _gate_many[(triton.cdiv(tokens, block_m), triton.cdiv(rows, block_n), parts)](

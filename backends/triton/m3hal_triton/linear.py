@@ -29,26 +29,35 @@ Tile = tuple[float, int, int, int, int, int]
 TILES: tuple[Tile, ...] = ((16, 16, 16, 256, 2, 3), (64, 64, 32, 128, 4, 4), (float("inf"), 256, 128, 64, 8, 3))
 WIDE: tuple[Tile, ...] = ((16, 16, 32, 64, 4, 2), (float("inf"), 64, 32, 32, 4, 2))
 NARROW: tuple[Tile, ...] = ((16, 16, 32, 128, 4, 4), (64, 64, 64, 128, 4, 3), (float("inf"), 128, 128, 128, 8, 3))
+#: tokens whose tile serves any number of them, where all are to have the same
+STEADY = 64
 _FAKE = load("linear").fake
 Weight = torch.Tensor | QTensor
 
 
 def linear(site: Site) -> partial[torch.Tensor]:
     """The callable for a site."""
-    return partial(_linear, False)
+    return partial(_linear, False, False)
+
+
+def batch_invariant(site: Site) -> partial[torch.Tensor]:
+    """The callable for a site, with one tile for any number of tokens: sums of a row have one order."""
+    return partial(_linear, False, True)
 
 
 def linear_fp8(site: Site) -> partial[torch.Tensor]:
     """The callable for a site whose weight is FP8 by rows; activations are rounded to FP8, a scale for each token."""
-    return partial(_linear, True)
+    return partial(_linear, True, False)
 
 
-def _linear(narrow: bool, x: torch.Tensor, weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(
+    narrow: bool, steady: bool, x: torch.Tensor, weight: Weight, out: torch.Tensor | None = None
+) -> torch.Tensor:
     result: torch.Tensor = _FAKE(x, weight) if out is None else out
     if not result.numel():
         return result
     if isinstance(weight, torch.Tensor) and weight.dtype == torch.float32 and x.dtype == torch.bfloat16:
-        gate(x, weight, result)
+        gate(x, weight, result, steady)
         return result
     scale_x = None
     if narrow and isinstance(weight, QTensor):
@@ -58,12 +67,14 @@ def _linear(narrow: bool, x: torch.Tensor, weight: Weight, out: torch.Tensor | N
         )
         quantize_rows(x, rounded)
         x, scale_x = rounded.data.view(torch.float8_e4m3fn), rounded.scale
-    _launch(x, scale_x, weight, result)
+    _launch(x, scale_x, weight, result, STEADY if steady else None)
     return result
 
 
-def _launch(x: torch.Tensor, scale_x: torch.Tensor | None, weight: Weight, out: torch.Tensor) -> None:
-    """x bf16, fp32, or with scale_x [T, 1] FP8; out [T, N]."""
+def _launch(
+    x: torch.Tensor, scale_x: torch.Tensor | None, weight: Weight, out: torch.Tensor, tokens_as: int | None
+) -> None:
+    """x bf16, fp32, or with scale_x [T, 1] FP8; out [T, N]. tokens_as: whose tile it takes; None: its own."""
     q = weight if isinstance(weight, QTensor) else QTensor(weight, QSpec(str(weight.dtype).removeprefix("torch.")))
     format, data, scale = q.spec.format, q.data, q.scale
     if format not in PLAIN_FORMATS:
@@ -74,7 +85,7 @@ def _launch(x: torch.Tensor, scale_x: torch.Tensor | None, weight: Weight, out: 
     tokens, width, rows = *x.shape, out.shape[1]
     whole = None if q.global_scale is None else q.global_scale.reshape(-1)
     tiles = WIDE if x.dtype == torch.float32 else TILES if scale_x is None else NARROW
-    _, block_m, block_n, block_k, warps, stages = _tile(tokens, tiles)
+    _, block_m, block_n, block_k, warps, stages = _tile(tokens_as or tokens, tiles)
     if format == "nvfp4":  # whose scales take registers
         block_m = min(block_m, 128)
     _project[(triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n),)](

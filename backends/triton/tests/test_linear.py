@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import DEVICE, poisoned, sparse_site
-from m3hal_triton.linear import linear, linear_fp8
+from m3hal_triton.linear import batch_invariant, linear, linear_fp8
 
 from m3hal import formats
 from m3hal.formats import PLAIN_FORMATS, QTensor, nvfp4, spec_of
@@ -81,6 +81,17 @@ def test_the_routers_digits(tokens):
     out = linear(sparse_site(torch.bfloat16))(x, weight)
     assert out.dtype == torch.float32
     assert _worst_row(out, x.double() @ weight.double().T) <= 6e-7
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "nvfp4"])
+def test_batch_invariant(format):
+    """A row has the same bits alone, among a few and among many, and they are right."""
+    run = batch_invariant(sparse_site(torch.bfloat16))
+    x, weight = torch.randn(150, 416, device=DEVICE).bfloat16(), _stored(torch.randn(72, 416, device=DEVICE), format)
+    out = run(x, weight)
+    assert _worst_row(out, x.double() @ _double(weight).T) <= (1e-6 if format == "float32" else 4e-3)
+    for rows in (slice(0, 1), slice(3, 12), slice(140, 141), slice(5, 100)):
+        assert torch.equal(run(x[rows], weight), out[rows])
 
 
 def test_a_bad_token_stays_alone():
