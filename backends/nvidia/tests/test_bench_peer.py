@@ -1,4 +1,4 @@
-"""m3hal bench calls vLLM's kernels as they are: their double, in the reference's rows, gives the definitions' outputs."""
+"""m3hal bench calls vLLM's kernels as they are: on their double they give the outputs of the definitions."""
 
 from __future__ import annotations
 

@@ -62,11 +62,12 @@ def routed(bench: Bench, site: Site, tokens: int) -> tuple[torch.Tensor, torch.T
 def random_experts(bench: Bench, site: Site) -> ExpertWeights:
     """Codes and scales drawn at random, so that nothing is as large as fp32 weights; about as large as real ones."""
     sizes = (2 * site.intermediate_size, site.hidden_size), (site.hidden_size, site.intermediate_size)
-    w13, w2 = (_matrix(bench, site.weight_format, site.num_local_experts, *size) for size in sizes)
+    w13, w2 = (random_matrix(bench, site.weight_format, site.num_local_experts, *size) for size in sizes)
     return ExpertWeights(w13, w2)
 
 
-def _matrix(bench: Bench, format: str, experts: int, rows: int, columns: int) -> torch.Tensor | QTensor:
+def random_matrix(bench: Bench, format: str, experts: int, rows: int, columns: int) -> torch.Tensor | QTensor:
+    """[experts, rows, columns] of random codes and scales."""
     if format == "bfloat16":
         made = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device=bench.device)
         for part in made:
