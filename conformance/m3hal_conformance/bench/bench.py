@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from m3hal import ops
+from m3hal.dispatch import Bound
 from m3hal.formats import QTensor
 from m3hal.layouts import KVLayout, PagedCache, page_map
 from m3hal.layouts.stored import stored
@@ -17,6 +18,7 @@ from m3hal.shape import MINIMAX_M3, ModelShape, Site
 from m3hal_conformance.bench.vllm_peer import Peer
 from m3hal_conformance.bench.work import Call
 from m3hal_conformance.runner import Runner
+from m3hal_conformance.trial import Unsupported
 
 PAGE = 128
 #: bytes that rotating inputs fill together, so that none is still in the cache when it comes again
@@ -72,7 +74,7 @@ class Bench:
         Raises Unsupported, with the reason, where the backend does not serve the site.
         """
         layout = next((x.layout.kind for x in inputs[0] if isinstance(x, PagedCache)), "hnd")
-        bound = self.runner.offer(operator, site, layout).bound
+        bound = self._bound(operator, site, layout)
         extra = {}
         if bound.workspace_bytes:
             extra["workspace"] = torch.empty(bound.workspace_bytes, dtype=torch.uint8, device=self.device)
@@ -89,6 +91,15 @@ class Bench:
 
         keywords = {} if ops.load(operator).mutates and out is None else {"out": out}
         return [partial(bound.run, *map(given, values), **keywords, **extra) for values in inputs]
+
+    def _bound(self, operator: str, site: Site, layout: str) -> Bound:
+        """What the plan binds, also of files that a manifest does not list yet: a tree at work may be timed."""
+        made = self.runner.plan(operator, site, layout)
+        choice = made.choice(operator, site.kind)
+        if not choice.is_served:
+            told = dict.fromkeys(str(verdict.reason) for verdict in choice.verdicts if not verdict.accepted)
+            raise Unsupported("; ".join(told) or f"{self.runner.backend} does not implement {operator}")
+        return made.bind(operator, site.kind)
 
     def exact(self, operator: str, site: Site, *inputs: Any) -> Any:
         """The definition's outputs; it computes in fp64 where its first input is fp64."""
