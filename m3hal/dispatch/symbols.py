@@ -26,11 +26,13 @@ class _Absent(Exception):
 
 @dataclass(frozen=True)
 class _Parameter:
-    """One parameter as written: its name, its default's text (None: required), whether it can be passed by position."""
+    """One parameter as written: its name, its default's text (None: required), whether it can be passed by position
+    and whether by name."""
 
     name: str
     default: str | None
     positional: bool
+    named: bool
 
     def __str__(self) -> str:
         return self.name if self.default is None else f"{self.name}={self.default}"
@@ -68,8 +70,13 @@ def _of_parameters(wanted: list[_Parameter], found: list[_Parameter]) -> str | N
         for p in wanted
         if p.name in by_name and p.default is not None and (now := by_name[p.name].default) != p.default
     ]
-    if gone or asked or changed:
-        return ", ".join([*gone, *asked, *changed])
+    nameless = [
+        f"{p.name!r} can't be given by name any more"
+        for p in wanted
+        if p.named and p.name in by_name and not by_name[p.name].named
+    ]
+    if gone or asked or changed or nameless:
+        return ", ".join([*gone, *asked, *changed, *nameless])
     order = [parameter.name for parameter in wanted if parameter.positional]
     if [parameter.name for parameter in found if parameter.positional][: len(order)] != order:
         return f"its positional parameters no longer begin with {', '.join(order)}"
@@ -88,11 +95,14 @@ def _parameters(function: _Function) -> list[_Parameter]:
     given = function.args
     plain = [*given.posonlyargs, *given.args]
     defaults: list[ast.expr | None] = [None] * (len(plain) - len(given.defaults)) + list(given.defaults)
-    found = [_Parameter(p.arg, _text(d), True) for p, d in zip(plain, defaults, strict=True)]
+    nameless = len(given.posonlyargs)
+    pairs = enumerate(zip(plain, defaults, strict=True))
+    found = [_Parameter(p.arg, _text(d), True, i >= nameless) for i, (p, d) in pairs]
     if given.vararg:
-        found.append(_Parameter(f"*{given.vararg.arg}", "()", True))
-    found += [_Parameter(p.arg, _text(d), False) for p, d in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
-    return [*found, _Parameter(f"**{given.kwarg.arg}", "{}", False)] if given.kwarg else found
+        found.append(_Parameter(f"*{given.vararg.arg}", "()", True, False))
+    by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    found += [_Parameter(p.arg, _text(d), False, True) for p, d in by_name]
+    return [*found, _Parameter(f"**{given.kwarg.arg}", "{}", False, False)] if given.kwarg else found
 
 
 def _text(node: ast.expr | None) -> str | None:
@@ -108,6 +118,8 @@ def _function(path: str) -> _Function:
     node = _resolve(path)
     if not isinstance(node, _Function):
         raise _Absent(f"{path} is no function that is written in Python any more")
+    if isinstance(node, ast.AsyncFunctionDef):
+        raise _Absent(f"{path} is a coroutine by now")
     return node
 
 
@@ -126,7 +138,7 @@ def _resolve(path: str) -> ast.AST:
 
 def _step(node: ast.AST, name: str) -> ast.AST | None:
     if isinstance(node, ast.ClassDef):
-        return next((found for found in map(_bound(name), node.body) if found is not None), None)
+        return _one(node.body, name, node.name)
     if isinstance(node, ast.Call):
         if name.isdigit():
             return node.args[int(name)] if int(name) < len(node.args) else None
@@ -141,9 +153,8 @@ def _named(module: str, name: str, depth: int) -> ast.AST:
     """A top-level definition, through re-exports. Raises _Absent."""
     tree, path = _tree(module)
     statements = list(_statements(tree.body))
-    definitions = [found for found in map(_bound(name), statements) if found is not None]
-    if definitions:
-        node = definitions[-1]
+    node = _one(tree.body, name, module)
+    if node is not None:
         if isinstance(node, ast.Name) and node.id != name and depth < _DEEPEST:  # an alias: old = new
             return _named(module, node.id, depth + 1)
         return node
@@ -153,6 +164,25 @@ def _named(module: str, name: str, depth: int) -> ast.AST:
                 if name == (alias.asname or alias.name):
                     return _named(_absolute(statement, module, path), alias.name, depth + 1)
     raise _Absent(f"{module} has no {name} any more")
+
+
+def _one(body: list[ast.stmt], name: str, inside: str) -> ast.AST | None:
+    """What a body binds ``name`` to at its end; None: nothing. Raises _Absent where that depends on a condition."""
+    find, found = _bound(name), list[ast.AST]()
+    for statement in body:
+        here = [node for node in map(find, _statements([statement])) if node is not None]
+        found = [*(() if find(statement) else found), *here]  # what is bound in any case hides what was before
+    spellings = {_spelt(node) for node in found}
+    if len(spellings) > 1:
+        raise _Absent(f"{inside} defines {name} in {len(spellings)} ways, and which one holds can't be told")
+    return found[-1] if found else None
+
+
+def _spelt(node: ast.AST) -> str:
+    """What two definitions must share to be one to a caller."""
+    if isinstance(node, _Function):
+        return f"{type(node).__name__}({', '.join(f'{p} {p.positional} {p.named}' for p in _parameters(node))})"
+    return ast.dump(node)
 
 
 def _bound(name: str) -> Callable[[ast.stmt], ast.AST | None]:
@@ -195,14 +225,14 @@ def _tree(module: str) -> tuple[ast.Module, Path]:
         raise _Absent(f"there is no module {module} any more")
     if path.suffix != ".py":
         raise _Absent(f"{module} is installed without its source, so that what it takes can't be compared")
-    status = path.stat()
-    return _parsed(path, status.st_mtime_ns, status.st_size), path
+    try:
+        status = path.stat()
+        return _parsed(path, status.st_mtime_ns, status.st_size), path
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
+        raise _Absent(f"{path} can't be read as Python source: {error}") from error
 
 
 @cache
 def _parsed(path: Path, modified: int, size: int) -> ast.Module:
     """A plan asks once per site; a file that changed meanwhile is read again."""
-    try:
-        return ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError) as error:
-        raise _Absent(f"{path} can't be read as Python source: {error}") from error
+    return ast.parse(path.read_bytes())

@@ -55,6 +55,8 @@ def difference(path: str, parameters: tuple[str, ...] = NORM, **declares: str) -
         ("weight, input, eps=1e-6, *, out=None", "no longer begin with input, weight, eps"),
         ("input, *, weight, eps=1e-6, out=None", "no longer begin with input, weight, eps"),
         ("input, fast=False, weight=None, eps=1e-6, *, out=None", "no longer begin with input, weight, eps"),
+        ("input, weight, eps=1e-6, /, *, out=None", "'input' can't be given by name any more"),
+        ("*args, **kwargs", "'input' is gone, 'weight' is gone"),
     ],
 )
 def test_what_a_signature_may_do(library: Library, signature: str, told: str | None) -> None:
@@ -91,6 +93,26 @@ def test_re_exports_aliases_and_guards_are_followed(library: Library) -> None:
     assert difference(f"{name}._impl:old") is None
 
 
+def test_the_definition_that_holds_is_compared(library: Library) -> None:
+    """The last one, in a class too; where a condition decides between different ones, that is told."""
+    old, new = "def norm(x): ...", "def norm(input, weight, eps=1e-6, *, out=None): ..."
+    name = library(
+        replaced=f"{old}\n{new}\n",
+        either=f"if FAST:\n    {new}\nelse:\n    {old}\n",
+        same=f"if FAST:\n    {new}\nelse:\n    {new}\n",
+        later=f"if FAST:\n    {old}\n{new}\n",
+        wrapped=f"{new}\nif FAST:\n    norm = faster(norm)\n",
+        within=f"class Norm:\n    {old}\n    {new}\n",
+        coroutine=f"async {new}\n",
+    )
+    told = {file: difference(f"{name}.{file}:norm") for file in ("replaced", "same", "later")}
+    assert told == {"replaced": None, "same": None, "later": None}
+    assert difference(f"{name}.within:Norm.norm") is None
+    assert f"{name}.either defines norm in 2 ways" in str(difference(f"{name}.either:norm"))
+    assert f"{name}.wrapped defines norm in 2 ways" in str(difference(f"{name}.wrapped:norm"))
+    assert "is a coroutine by now" in str(difference(f"{name}.coroutine:norm"))
+
+
 def test_methods_and_declared_values(library: Library) -> None:
     """A class's method is compared like a function; enumerations and a library's own tables of axes count as well."""
     name = library(
@@ -125,6 +147,12 @@ def test_what_is_gone_or_unreadable_is_a_sentence(library: Library, tmp_path: Pa
     assert "there is no module" in str(told["absent:norm"])
     assert "can't be read as Python source" in str(told["broken:norm"])
     assert "has no norm" in str(difference(f"{name}.circle:norm"))
+    (tmp_path / name / "deep.py").write_text("norm = " + "(" * 5000 + ")" * 5000)
+    (tmp_path / name / "latin.py").write_bytes(b"# coding: latin-1\n# \xe9\ndef norm(x): ...\n")
+    (tmp_path / name / "binary.py").write_bytes(bytes(range(256)))
+    assert "can't be read as Python source" in str(difference(f"{name}.deep:norm"))
+    assert "can't be read as Python source" in str(difference(f"{name}.binary:norm"))
+    assert "'input' is gone" in str(difference(f"{name}.latin:norm")), "Python's own encodings are read"
     if sys.implementation.cache_tag == "cpython-311" and sys.platform == "linux":
         assert "without its source" in str(difference(f"{name}.compiled:norm"))
 
