@@ -12,10 +12,12 @@ import pytest
 import torch
 from m3hal_conformance import assert_rows, worst_row
 from m3hal_conformance.inputs import batch, generator
+from m3hal_conformance.ranks import run_ranks
 
 from m3hal.layouts import KVLayout
 from m3hal.ops import ExpertWeights, QKNorms, SeqMeta, load
 from m3hal.ops.rope_partial import rope_table
+from m3hal.ops.sparse_decoder_layer import LayerWeights
 
 m3 = pytest.importorskip(
     "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl",
@@ -198,6 +200,78 @@ def run_layer(hf, index, chunks, **options):
         start += size
     assert start == TOKENS + STEPS
     return layer, torch.cat(rows)
+
+
+def weights_of(layer, *, rank=0, ranks=1, experts=8):
+    """Our layer's weights, or a rank's: heads and inner dimensions in slices; of ``experts`` < 8 its own."""
+    mlp, (pre, post) = layer.mlp, layer.norms
+
+    def heads(rows, count):
+        """This rank's rows of a projection of so many heads."""
+        return rows.unflatten(0, (count, DIM)).chunk(ranks)[rank].flatten(0, 1)
+
+    def bank(w13, w2, slices):
+        w13 = w13.unflatten(1, (2, -1)).chunk(slices, 2)[rank % slices].flatten(1, 2)
+        return ExpertWeights(w13, w2.chunk(slices, 2)[rank % slices])
+
+    q, k, v, index_q, index_k = layer.qkv.split([HEADS * DIM, *[GROUPS * DIM] * 3, DIM])
+    parts = [heads(q, HEADS), heads(k, GROUPS), heads(v, GROUPS), heads(index_q, GROUPS), index_k]
+    routed = bank(mlp.experts.gate_up_proj, mlp.experts.down_proj, ranks if experts == 8 else 1)
+    if experts < 8:
+        routed = ExpertWeights(routed.w13[rank * experts :][:experts], routed.w2[rank * experts :][:experts])
+    shared = bank(mlp.shared_experts.gate_up_proj.weight[None], mlp.shared_experts.down_proj.weight[None], ranks)
+    return LayerWeights(
+        input_norm=pre,
+        qkv=torch.cat(parts),
+        norms=layer.head_norms,
+        o=layer.attention.o_proj.weight.chunk(ranks, 1)[rank],
+        post_norm=post,
+        gate=mlp.gate.weight,
+        bias=mlp.gate.e_score_correction_bias,
+        experts=ExpertWeights(routed.w13, routed.w2, shared=shared),
+    )
+
+
+def run_whole(hf, chunks, group=None, experts=8):
+    """sparse_decoder_layer on transformers' input, in chunks: every row's share of what it adds, and the residual."""
+    rank, ranks = (group.rank, group.size) if group else (0, 1)
+    layer, rows, start = Layer(hf.model.layers[1]), [], 0
+    weights = weights_of(layer, rank=rank, ranks=ranks, experts=experts)
+    kv = KVLayout("hnd", "float32", BLOCK, GROUPS // ranks, DIM, True).empty(layer.requests.pages)
+    kv.buf.fill_(float("nan"))
+    statics = {**HEAD_COUNTS, **NORM, **SELECTION, **ROUTING, **ACTIVATION, "num_index_heads": GROUPS}
+    for name in ("num_q_heads", "num_kv_heads", "num_index_heads"):
+        statics[name] //= ranks
+    for size in chunks:
+        stop, x = start + size, hf.inputs["layers.1"][start : start + size]
+        table = layer.requests.meta.block_table
+        lengths = torch.tensor([[0, size], [stop, 0]], dtype=torch.int32)
+        slots = layer.requests.slots(0)[start:stop]
+        with torch.no_grad():
+            rows.append(
+                op("sparse_decoder_layer")(
+                    x / (2 * ranks), x / 2, weights, torch.arange(start, stop), rope_table(512, ROTARY, 5e6), kv,
+                    layer.index, slots, slots, SeqMeta(lengths[0], lengths[1, :1], table, size, stop), group,
+                    **statics, scale=DIM**-0.5, num_local_experts=experts,
+                )
+            )  # fmt: skip
+        start = stop
+    return tuple(torch.cat(part) for part in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("chunks", [(200, 1, 1, 1), (203,), (70, 101, 31, 1)], ids=str)
+def test_a_sparse_layer_as_one_operator(hf, chunks):
+    """Norms, projections, caches, selection, attention, router, experts and the shared one: every row within 1e-5."""
+    out, residual = run_whole(hf, chunks)
+    assert_rows(out + residual, hf.outputs["layers.1"], BOUND, what="layer")
+
+
+@pytest.mark.parametrize("experts", [8, 4], ids=["slices of experts", "some of the experts"])
+def test_a_sparse_layer_on_two_ranks(hf, experts):
+    """The shares add up to transformers' layer; the residual has the same bits on both."""
+    (one, first), (other, second) = run_ranks(2, lambda group: run_whole(hf, (150, 53), group, experts))
+    assert torch.equal(first, second)
+    assert_rows(one + other + first, hf.outputs["layers.1"], BOUND, what="layer")
 
 
 CHUNKS = {"as transformers": (200, 1, 1, 1), "whole": (203,), "in chunks": (70, 101, 31, 1)}
