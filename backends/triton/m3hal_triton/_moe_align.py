@@ -1,7 +1,7 @@
 """What comes before the experts' products: tokens in the order of their experts, activations in fp16.
 
 All is found on the device from the ids. A (token, slot) pair has the number ``token * SLOTS + slot``; pairs of one
-expert become neighbours, and up to MOST of them make a work item: expert, first position, pairs. An id of -1 is no pair.
+expert become neighbours, and up to MOST of them make a work item: expert, first position, pairs. An id of -1 is none.
 The order among one expert's pairs may differ between runs, no row's result does.
 """
 

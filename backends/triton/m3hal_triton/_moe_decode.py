@@ -139,7 +139,7 @@ def load_weights(
 ):  # fmt: skip
     """[BN, BK] from column k on; columns beyond ``size`` are zeros. codes: pointers to rows, [BN, 1].
 
-    scales: what :func:`load_scales` returned.
+    scales: what :func:`load_scales` returned. NATIVE: 0, not an NVIDIA GPU; 1, Hopper; 2, another.
     """
     if FORMAT == "mxfp4" or FORMAT == "nvfp4":
         word = k // 16 + tl.arange(0, BK // 16)[None, :]
@@ -150,7 +150,7 @@ def load_weights(
         tile = _e2m1(loaded, BN, BK, COMPUTE, NATIVE)
     else:
         column = k + tl.arange(0, BK)[None, :]
-        if EVEN:  # noqa: SIM108
+        if EVEN:
             tile = tl.load(codes + column)
         else:
             tile = tl.load(codes + column, mask=column < size, other=0.0 if tl.float8e4nv == COMPUTE else 0)
@@ -162,4 +162,6 @@ def load_weights(
         tile = tl.reshape(tl.reshape(tile, (BN, GROUPS, BK // GROUPS)) * step[:, :, None], (BN, BK))
     if tl.float16 == COMPUTE:
         tile = _in_order(tile, BN, BK)
+        if NATIVE == 2:  # no instruction; triton 3.9 would seek the order in shared memory, and find no layout for it
+            tile = tl.inline_asm_elementwise("", "=r,0", [tile], dtype=tl.float16, is_pure=True, pack=2)
     return tile

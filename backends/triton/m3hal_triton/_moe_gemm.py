@@ -36,7 +36,7 @@ def _waited(total, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
     products run on into the next step of a loop, which loads its codes into the same registers: sums were wrong, now
     and then. A result that is asked for is waited for.
     """
-    if NATIVE and tl.float16 == COMPUTE:
+    if NATIVE == 1 and tl.float16 == COMPUTE:
         total = tl.inline_asm_elementwise("", "=r,0", [total], dtype=tl.float32, is_pure=False, pack=1)
     return total
 

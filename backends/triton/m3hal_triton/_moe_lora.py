@@ -89,15 +89,14 @@ def expand(
 ):
     """Adds b times what ``shrink`` left, times the adapter's scale."""
     pair = tl.program_id(0).to(tl.int64)
-    token, expert, adapter, position = _whose(adapters, ids, id_strides, positions, pair, SLOTS)
+    _, expert, adapter, position = _whose(adapters, ids, id_strides, positions, pair, SLOTS)
     if adapter < 0:
         return
     r = tl.arange(0, RANK)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = n.to(tl.int64)
     if order is not None:
         row = tl.load(order + n, mask=n < height, other=-1)
-    else:
-        row = n.to(tl.int64)
     there = (n < height) & (row >= 0) & (row < rows)
     vector = tl.load(low + pair * rank + r, mask=r < rank, other=0.0)
     matrix = b + adapter * b_strides[0] + expert * b_strides[1]

@@ -71,7 +71,7 @@ _E2M1_SHARED: Ladder = (_E4M3[0], (4, Tuning(16, _E2M1_FEW, Tile(128, 128))), *_
 NARROW: Ladder = ((_ALL, Tuning(16, Tile(64, 32, stages=2), Tile(64, 32, stages=2))),)
 #: one for any number of tokens
 FIXED: Ladder = ((_ALL, Tuning(64, Tile(128, 128, stages=3), Tile(128, 128, stages=3))),)
-#: activations rounded to FP8
+#: activations in FP8
 ROUNDED: Ladder = (
     (4, Tuning(16, Tile(128, 256, stages=3, programs=2), Tile(128, 256, stages=3, programs=2))),
     (24, Tuning(32, Tile(128, 128), Tile(128, 128))),
@@ -88,7 +88,17 @@ _LADDERS: Mapping[str, tuple[Ladder, Ladder]] = {
 }
 
 
-def ladder_of(site: Site) -> Ladder:
-    """By the storage format of the routed experts, and by how many of their features are here."""
-    whole, shared = _LADDERS[site.weight_format]
-    return shared if site.intermediate_size < _SHARE else whole
+#: many tokens where registers are fewer: untuned
+_PORTABLE = Tuning(128, Tile(128, 64, warps=8, stages=2), Tile(128, 64, warps=8, stages=2))
+
+
+def ladder_of(site: Site, *, rounds: bool, is_nvidia: bool) -> Ladder:
+    """By the storage format of the routed experts, and by how many of their features are here.
+
+    rounds: activations are in FP8.
+    """
+    if site.dtype == "float32":
+        return NARROW
+    whole, shared = (ROUNDED, ROUNDED) if rounds else _LADDERS[site.weight_format]
+    ladder = shared if site.intermediate_size < _SHARE else whole
+    return ladder if is_nvidia else (*ladder[:-1], (_ALL, _PORTABLE))

@@ -18,6 +18,7 @@ from m3hal_triton._moe_decode import ALTERNATE, BLOCK, LIFT_E2M1, LIFT_E4M3, col
 Weight = torch.Tensor | QTensor
 #: bytes to which a row of scales is filled up, so that loads of a row start at multiples of what they take
 SCALE_ROW = 16
+_BLOCK: int = BLOCK.value
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def unpack(packed: Packed) -> ExpertWeights:
 
 def padded(inner: int) -> int:
     """Features that a row of hidden activations has."""
-    return -(-inner // BLOCK.value) * BLOCK.value
+    return -(-inner // _BLOCK) * _BLOCK
 
 
 def _row_order(inner: int, permutation: list[int] | None) -> torch.Tensor:
@@ -175,7 +176,8 @@ def _fill(matrix: Matrix, first: int, weight: Weight, in_order: bool) -> None:
 
 def _relate(matrix: Matrix, expert: int, in_order: bool) -> None:
     """What fp16 products leave to the factor: an MX row's largest scale, and powers of two that codes carry."""
-    assert matrix.factor is not None and matrix.spec is not None
+    assert matrix.factor is not None
+    assert matrix.spec is not None
     factor = matrix.factor[expert]
     if in_order or matrix.scale is None:
         return
@@ -218,7 +220,6 @@ def _restore(matrix: Matrix) -> Weight:
     elif matrix.spec.group != 0:
         scale = _taken(matrix.factor, matrix.order)[..., None]
     return QTensor(codes, matrix.spec, scale, None if matrix.global_scale is None else matrix.global_scale.clone())
-
 
 
 def format_of_matrix(matrix: Matrix, x: torch.Tensor) -> str:

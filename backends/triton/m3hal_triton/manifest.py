@@ -50,8 +50,10 @@ _GROUPED = (
     "_moe_weights.py",
     "_decode.py",
     "_launch.py",
+    "_encode.py",
+    "quantize.py",
 )
-_PRODUCT = ("_gate.py", "_stored.py", "_launch.py", "_encode.py", "quantize.py")
+_PRODUCT = ("_gate.py", "_parts.py", "_stored.py", "_launch.py", "_encode.py", "quantize.py")
 
 
 def _linear(factory: str, *limits: Limit, formats: tuple[str, ...], traits: Mapping[str, str], name: str = "") -> Impl:
@@ -118,6 +120,13 @@ MANIFEST = Manifest(
         "linear": (
             _linear("linear", _PLAIN, formats=_STORES, traits={}),
             _linear(
+                "batch_invariant",
+                _PLAIN,
+                formats=_STORES,
+                traits={"batch_invariant": "yes"},
+                name="batch_invariant",
+            ),
+            _linear(
                 "linear_fp8",
                 one_of("dtype", "bfloat16"),
                 formats=("fp8_e4m3",),
@@ -156,6 +165,21 @@ MANIFEST = Manifest(
                 ("moe_experts", "", {}),
                 ("batch_invariant", "batch_invariant", {"batch_invariant": "yes"}),
             )
+        )
+        + (
+            Impl(
+                "m3hal_triton.moe_experts:fp8_activations",
+                limits=(
+                    one_of("dtype", "bfloat16"),
+                    one_of("weight_format", "fp8_e4m3"),
+                    at_most("num_local_experts", 1024),
+                    at_most("top_k_experts", 32),
+                ),
+                traits={"activation_format": "fp8_e4m3", "double_rounding": "bfloat16"},
+                traceable=False,
+                files=_GROUPED,
+                name="fp8_activations",
+            ),
         ),
         "kv_write": (
             Impl(

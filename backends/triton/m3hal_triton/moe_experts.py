@@ -21,7 +21,7 @@ from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_lora as low_rank
 from m3hal_triton import _moe_weights as packing
 from m3hal_triton._launch import DOT_PRECISION, after, multiprocessors, power_of_two_above, programmatic
-from m3hal_triton._moe_tuning import FIXED, NARROW, ROUNDED, Ladder, Tile, Tuning, ladder_of
+from m3hal_triton._moe_tuning import FIXED, NARROW, Ladder, Tile, Tuning, ladder_of
 from m3hal_triton._moe_weights import Matrix, Packed
 from m3hal_triton.quantize import quantize_rows
 
@@ -36,7 +36,7 @@ LORA_ROWS, LORA_COLUMNS = 64, 256
 
 def moe_experts(site: Site) -> Kernel:
     """The kernel for a site: tiles are chosen by the number of tokens."""
-    return _kernel(site, NARROW if site.dtype == "float32" else ladder_of(site))
+    return _kernel(site, ladder_of(site, rounds=False, is_nvidia=native(_device())))
 
 
 def batch_invariant(site: Site) -> Kernel:
@@ -46,7 +46,7 @@ def batch_invariant(site: Site) -> Kernel:
 
 def fp8_activations(site: Site) -> Kernel:
     """FP8 weights times activations rounded to FP8, with a scale for each row: hidden ones by way of bf16."""
-    return _kernel(site, ROUNDED, rounds=True)
+    return _kernel(site, ladder_of(site, rounds=True, is_nvidia=native(_device())), rounds=True)
 
 
 def _kernel(site: Site, ladder: Ladder, *, rounds: bool = False) -> Kernel:
@@ -72,12 +72,21 @@ class _Room:
         self.parts[name] = (self.total, size)
         self.total += -(-size // 256) * 256
 
-    def take(self, workspace: torch.Tensor, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
+
+@dataclass(frozen=True)
+class _Memory:
+    """A workspace and its parts."""
+
+    room: _Room
+    workspace: torch.Tensor
+
+    def take(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        offset, size = self.room.parts[name]
+        return self.workspace[offset : offset + size].view(dtype).view(*shape)
+
+    def find(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
         """None for a part that is not there."""
-        if name not in self.parts:
-            return None
-        offset, size = self.parts[name]
-        return workspace[offset : offset + size].view(dtype).view(*shape)
+        return self.take(name, dtype, *shape) if name in self.room.parts else None
 
 
 @dataclass(frozen=True)
@@ -103,10 +112,11 @@ class _Batch:
     splits: tuple[int, int]
     early: bool
     native: bool
+    is_hopper: bool
 
     @property
     def lift(self) -> bool:
-        return self.compute == tl.float16
+        return bool(self.compute == tl.float16)
 
 
 class _Run:
@@ -139,9 +149,9 @@ class _Run:
         """Parts of K, so that few experts still fill the GPU."""
         if not tile.programs or pairs > SPLIT_TOKENS * self._slots:
             return 1
-        programs = min(self._experts, pairs) * triton.cdiv(rows, tile.rows)
-        target = tile.programs * _multiprocessors()
-        return max(min(target // programs, triton.cdiv(size, tile.depth) // 2, MAX_SPLITS), 1)
+        programs = min(self._experts, pairs) * -(-rows // tile.rows)
+        target = tile.programs * multiprocessors(_device())
+        return max(min(target // programs, -(-size // tile.depth) // 2, MAX_SPLITS), 1)
 
     def _both_splits(self, pairs: int) -> tuple[int, int]:
         site, tuning = self._site, self._tuning(pairs)
@@ -193,24 +203,24 @@ class _Run:
         if len(x) == 0:
             return result
         assert workspace is not None
-        take = partial(self.room(len(x)).take, workspace)
-        positions = take("positions", torch.int32, -1)
-        batch = self._batch(x, ids, experts, take)
-        self._begin(batch, take, positions)
+        memory = _Memory(self.room(len(x)), workspace)
+        positions = memory.take("positions", torch.int32, -1)
+        batch = self._batch(x, ids, experts, memory)
+        self._begin(batch, memory, positions)
         if lora is not None and batch.raw is None:
             raise ValueError("this site says that it has no adapters (lora_rank 0); plan it with their rank")
         if self._rounds:
             _round_rows(x, batch.given, batch.x_factor)
-        self._up(batch, experts.w13, positions if lora is not None else None, lora, take)
+        self._up(batch, experts.w13, positions if lora is not None else None, lora, memory)
         if self._rounds:
-            factor = take("hidden_factor", torch.float32, -1)
-            codes = take("hidden_codes", torch.float8_e4m3fn, len(batch.hidden), -1)
+            factor = memory.take("hidden_factor", torch.float32, -1)
+            codes = memory.take("hidden_codes", torch.float8_e4m3fn, len(batch.hidden), -1)
             _round_rows(batch.hidden, codes, factor)
             batch = replace(batch, hidden=codes, hidden_factor=factor)
         self._down(batch, experts.w2)
         if lora is not None:
-            self._adapt(batch, lora, positions, take, experts, is_first=False)
-        shared = self._shared(batch, experts, take)
+            self._adapt(batch, lora, positions, memory, experts, is_first=False)
+        shared = self._shared(batch, experts, memory)
         width = batch.parts.shape[-1]
         ends.combine[(len(x), triton.cdiv(width, COLUMNS))](
             batch.parts, positions, len(x) * self._slots, ids, ids.stride(), weights, weights.stride(), shared, result,
@@ -219,23 +229,23 @@ class _Run:
         )  # fmt: skip
         return result
 
-    def _batch(self, x: torch.Tensor, ids: torch.Tensor, experts: Packed, take: Any) -> _Batch:
-        tokens, pairs, format = len(x), len(x) * self._slots, packing.format_of_matrix(experts.w13, x)
+    def _batch(self, x: torch.Tensor, ids: torch.Tensor, experts: Packed, memory: _Memory) -> _Batch:
+        pairs, format = len(x) * self._slots, packing.format_of_matrix(experts.w13, x)
         tuning, compute = self._tuning(pairs), self._compute(format)
-        numbers, splits = take("numbers", torch.int32, -1), self._both_splits(pairs)
+        numbers, splits = memory.take("numbers", torch.int32, -1), self._both_splits(pairs)
         has_wide = compute == tl.float16
         return _Batch(
             x=x,
             ids=ids,
-            given=self._given(x, take, has_wide=has_wide),
-            x_factor=take("x_factor", torch.float32, -1) if has_wide or self._rounds else None,
-            items=take("items", torch.int32, -1),
+            given=self._given(x, memory, has_wide=has_wide),
+            x_factor=memory.find("x_factor", torch.float32, -1) if has_wide or self._rounds else None,
+            items=memory.take("items", torch.int32, -1),
             total=numbers[-1:],
-            order=take("order", torch.int32, -1),
-            hidden=take("hidden", torch.float16 if has_wide else x.dtype, pairs, -1),
+            order=memory.take("order", torch.int32, -1),
+            hidden=memory.take("hidden", torch.float16 if has_wide else x.dtype, pairs, -1),
             hidden_factor=None,
-            raw=take("raw", torch.float32, splits[0], pairs, -1),
-            parts=take("parts", torch.float32, splits[1], pairs, -1),
+            raw=memory.find("raw", torch.float32, splits[0], pairs, -1),
+            parts=memory.take("parts", torch.float32, splits[1], pairs, -1),
             count=min(self._experts, pairs) + pairs // tuning.most,
             format=format,
             compute=compute,
@@ -244,18 +254,19 @@ class _Run:
             splits=splits,
             early=programmatic(x.device),
             native=native(x.device),
+            is_hopper=is_hopper(x.device),
         )
 
-    def _given(self, x: torch.Tensor, take: Any, *, has_wide: bool) -> torch.Tensor:
+    def _given(self, x: torch.Tensor, memory: _Memory, *, has_wide: bool) -> torch.Tensor:
         """Where a product finds its activations."""
         if self._rounds:
-            return take("x_codes", torch.float8_e4m3fn, len(x), -1)
-        return take("wide", torch.float16, len(x), -1) if has_wide else x
+            return memory.take("x_codes", torch.float8_e4m3fn, len(x), -1)
+        return memory.take("wide", torch.float16, len(x), -1) if has_wide else x
 
-    def _begin(self, batch: _Batch, take: Any, positions: torch.Tensor) -> None:
+    def _begin(self, batch: _Batch, memory: _Memory, positions: torch.Tensor) -> None:
         x, ids = batch.x, batch.ids
         tokens, pairs = len(x), len(x) * self._slots
-        wide, counts = take("wide", torch.float16, tokens, -1), take("numbers", torch.int32, -1)[:-1]
+        wide, counts = memory.find("wide", torch.float16, tokens, -1), memory.take("numbers", torch.int32, -1)[:-1]
         is_alone = pairs <= align.SORTED_ALONE
         if not is_alone:
             counts.zero_()
@@ -264,8 +275,8 @@ class _Run:
         early = batch.early and is_alone
         same = {"SLOTS": self._slots, "EXPERTS": len(counts), "PAIRS": align.PAIRS, "MOST": batch.tuning.most}
         align.begin[(sorters + (0 if wide is None else tokens),)](
-            x, x.stride(), wide, take("x_factor", torch.float32, -1), ids, ids.stride(), batch.order, batch.items,
-            batch.total, positions, counts, tokens, pairs, sorters, x.shape[1], padded,
+            x, x.stride(), wide, memory.find("x_factor", torch.float32, -1), ids, ids.stride(), batch.order,
+            batch.items, batch.total, positions, counts, tokens, pairs, sorters, x.shape[1], padded,
             **same, ALL=max(power_of_two_above(pairs), 16) if is_alone else 0,
             WIDE=power_of_two_above(max(padded, 64)), FOUR_BIT=self._stored in ("mxfp4", "nvfp4"), EARLY=early,
             num_warps=8, **after(early),
@@ -287,7 +298,7 @@ class _Run:
             "COMPUTE": batch.compute,
             "SORTED": batch.order is not None,
             "EVEN": matrix.size % tile.depth == 0,
-            "NATIVE": batch.native,
+            "NATIVE": batch.native * (1 if batch.is_hopper else 2),
             "PRECISION": DOT_PRECISION,
             "STAGES": tile.stages,
             "EARLY": batch.early,
@@ -296,7 +307,7 @@ class _Run:
         }
 
     def _up(
-        self, batch: _Batch, matrix: Matrix, positions: torch.Tensor | None, lora: ExpertLoRA | None, take: Any
+        self, batch: _Batch, matrix: Matrix, positions: torch.Tensor | None, lora: ExpertLoRA | None, memory: _Memory
     ) -> None:
         """Into ``hidden``; by way of ``raw`` where sums are split or adapters add to them."""
         site, tile, splits = self._site, batch.tuning.up, batch.splits[0]
@@ -305,12 +316,12 @@ class _Run:
         lift = self._raise if batch.lift else 1.0
         count, inner = batch.hidden.shape
         gemm.up[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
-            batch.given, batch.given.stride(), batch.x_factor, matrix.arguments(self._rounds), batch.items, batch.total, batch.order,
-            batch.hidden, raw, len(batch.x), count, matrix.size, batch.given.shape[1], inner, numbers,
+            batch.given, batch.given.stride(), batch.x_factor, matrix.arguments(self._rounds), batch.items, batch.total,
+            batch.order, batch.hidden, raw, len(batch.x), count, matrix.size, batch.given.shape[1], inner, numbers,
             SLOTS=batch.slots, RAISE=lift, **self._common(batch, matrix, tile, splits),
         )  # fmt: skip
         if lora is not None and positions is not None:
-            self._adapt(batch, lora, positions, take, matrix, is_first=True)
+            self._adapt(batch, lora, positions, memory, matrix, is_first=True)
         if raw is not None:
             columns = min(COLUMNS // 4, power_of_two_above(inner))
             early = batch.early and lora is None
@@ -322,12 +333,12 @@ class _Run:
     def _down(self, batch: _Batch, matrix: Matrix) -> None:
         tile, splits = batch.tuning.down, batch.splits[1]
         gemm.down[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
-            batch.hidden, batch.hidden_factor, matrix.arguments(self._rounds), batch.items, batch.total, batch.parts, len(batch.x),
-            len(batch.hidden), matrix.size, batch.hidden.shape[1], matrix.rows,
+            batch.hidden, batch.hidden_factor, matrix.arguments(self._rounds), batch.items, batch.total, batch.parts,
+            len(batch.x), len(batch.hidden), matrix.size, batch.hidden.shape[1], matrix.rows,
             LOWER=1.0 / self._raise if batch.lift else 1.0, **self._common(batch, matrix, tile, splits),
         )  # fmt: skip
 
-    def _shared(self, batch: _Batch, experts: Packed, take: Any) -> torch.Tensor | None:
+    def _shared(self, batch: _Batch, experts: Packed, memory: _Memory) -> torch.Tensor | None:
         """fp32 [T, H]: the shared expert's output; None without one."""
         if experts.shared is None:
             return None
@@ -336,37 +347,35 @@ class _Run:
         has_wide = compute == tl.float16
         own = replace(
             batch,
-            given=self._given(batch.x, take, has_wide=has_wide),
-            x_factor=take("x_factor", torch.float32, -1) if has_wide else None,
+            given=self._given(batch.x, memory, has_wide=has_wide),
+            x_factor=memory.find("x_factor", torch.float32, -1) if has_wide else None,
             items=None,
             total=None,
             order=None,
-            hidden=take("shared_hidden", torch.float16 if has_wide else batch.x.dtype, tokens, -1),
+            hidden=memory.take("shared_hidden", torch.float16 if has_wide else batch.x.dtype, tokens, -1),
             raw=None,
-            parts=take("shared_parts", torch.float32, 1, tokens, -1),
+            parts=memory.take("shared_parts", torch.float32, 1, tokens, -1),
             count=triton.cdiv(tokens, batch.tuning.most),
             format=format,
             compute=compute,
             slots=1,
             splits=(1, 1),
         )
-        self._up(own, experts.shared.w13, None, None, take)
+        self._up(own, experts.shared.w13, None, None, memory)
         self._down(own, experts.shared.w2)
         return own.parts[0]
 
     def _adapt(
-        self, batch: _Batch, lora: ExpertLoRA, positions: torch.Tensor, take: Any, packed: Any, *, is_first: bool
+        self, batch: _Batch, lora: ExpertLoRA, positions: torch.Tensor, memory: _Memory, packed: Any, *, is_first: bool
     ) -> None:
         """Adds the adapters' part to the sums of a product; the first split takes it."""
-        site, pairs = self._site, len(batch.hidden)
-        rank, low = lora.a13.shape[2], take("low", torch.float32, pairs, -1)
+        pairs = len(batch.hidden)
+        rank, low = lora.a13.shape[2], memory.take("low", torch.float32, pairs, -1)
+        sums = batch.parts if batch.raw is None or not is_first else batch.raw
         if is_first:
-            inputs, features, a, b, sums, order, factor = (
-                batch.x, None, lora.a13, lora.b13, batch.raw, packed.order, 1.0,
-            )  # fmt: skip
+            inputs, features, a, b, order, factor = batch.x, None, lora.a13, lora.b13, packed.order, 1.0
         else:
-            features, order = packed.w13.order, None
-            inputs, a, b, sums = batch.hidden, lora.a2, lora.b2, batch.parts
+            inputs, features, a, b, order = batch.hidden, packed.w13.order, lora.a2, lora.b2, None
             factor = 1.0 / self._raise if batch.lift else 1.0
         same = {"SLOTS": self._slots, "RANK": power_of_two_above(rank)}
         whose: Sequence[Any] = (lora.adapters, batch.ids, batch.ids.stride(), positions)
@@ -391,6 +400,11 @@ def native(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def _multiprocessors() -> int:
-    """Of the GPU in use; workspaces are sized before there are tensors."""
-    return multiprocessors(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+def is_hopper(device: torch.device) -> bool:
+    """Whether the tiles were found on such a GPU."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _device() -> torch.device:
+    """What kernels run on; they are planned before there are tensors."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import expert_cases
 import product_cases
 import torch
 
@@ -50,6 +51,8 @@ KERNELS = {
     "score_many": "wide",
     "_project": "any",
     "_gate_many": "any",
+    "up": "any",
+    "down": "any",
 }
 #: (kernel, case) -> bytes that triton 3.9 spills at most, by target; tuned on an H200 with 3.6, which spills none;
 #: eight warps instead of four spill nothing, and hold one program where two ran
@@ -235,3 +238,4 @@ for _format, _short in (("fp8_e4m3", "fp8"), ("nvfp4", "nvfp4")):
     }
 CASES["select decode mxfp4"] = partial(_indexer, "select_blocks", "bfloat16", 64, 1, 65536, "mxfp4")
 CASES |= product_cases.cases(lambda: site("moe", "bfloat16"))
+CASES |= expert_cases.cases(lambda: site("moe", "bfloat16"))

@@ -141,7 +141,8 @@ def test_split_sums(format):
     """Few experts and a long K: products in parts, activated and summed afterwards."""
     site = _site("bfloat16", format, hidden_size=1024, intermediate_size=512)
     experts, given = _experts(format, hidden=1024, inner=512), _inputs(1, torch.bfloat16, 1024)
-    kernel = moe_experts(site)
+    tile = Tile(128, 64, programs=4)
+    kernel = module._kernel(site, ((float("inf"), Tuning(16, tile, tile)),))
     assert min(kernel.run._both_splits(4)) > 1
     out = _run(kernel, *given, kernel.prepare_weights(experts))
     assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
@@ -269,9 +270,37 @@ def test_one_bad_token(format):
     assert out[4].isnan().all()
 
 
-def test_ladders_cover_all_batches():
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU: no graph to capture")
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("tokens", [1, 9, 400])
+def test_graph_replayed_over_other_routings(format, tokens):
+    """Captured once, replayed with other ids, all of them absent too: what an eager run gives, bit by bit."""
+    site, experts = _site("bfloat16", format, tokens), _experts(format)
+    kernel = moe_experts(site)
+    packed = kernel.prepare_weights(experts)
+    static = _inputs(tokens, torch.bfloat16)
+    out = torch.empty_like(static[0])
+    scratch = torch.empty(kernel.workspace_bytes, dtype=torch.uint8, device=DEVICE)
+    kernel.run(*static, packed, out=out, workspace=scratch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.run(*static, packed, out=out, workspace=scratch)
+    others = [_inputs(tokens, torch.bfloat16, seed=seed) for seed in (2, 3)]
+    others[1][2].fill_(-1)
+    for given in others:
+        for held, new in zip(static, given, strict=True):
+            held.copy_(new)
+        scratch.fill_(0xFF)
+        graph.replay()
+        assert torch.equal(out, _run(kernel, *given, packed))
+
+
+@pytest.mark.parametrize("is_nvidia", [True, False])
+def test_ladders_cover_all_batches(is_nvidia):
     """Every number of pairs finds a tuning."""
     for format in FORMATS[1:]:
-        ladder = tuning.ladder_of(_site("bfloat16", format))
-        assert ladder[-1][0] == float("inf")
-        assert [most for most, _ in ladder] == sorted(most for most, _ in ladder)
+        site = _site("bfloat16", format)
+        for rounds in (False, True):
+            ladder = tuning.ladder_of(site, rounds=rounds, is_nvidia=is_nvidia)
+            assert ladder[-1][0] == float("inf")
+            assert [most for most, _ in ladder] == sorted(most for most, _ in ladder)

@@ -1,0 +1,60 @@
+"""Calls of ``moe_experts`` for machine_cases.py: real sizes, two experts, weights of no particular numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from m3hal.formats import FORMATS, PLAIN_FORMATS, spec_of
+from m3hal.shape import Site
+
+
+def _matrix(format: str, rows: int, size: int) -> object:
+    """As ``prepare_weights`` lays one out."""
+    from m3hal_triton._moe_weights import SCALE_ROW, Matrix
+
+    if format in PLAIN_FORMATS:
+        return Matrix(torch.empty(2, rows, size, dtype=getattr(torch, format)), *(None,) * 6, size)
+    spec = spec_of(format)
+    codes = torch.empty(2, rows, size * FORMATS[format].bits // 8, dtype=torch.uint8)
+    groups = -(-size // spec.group // SCALE_ROW) * SCALE_ROW if spec.group > 0 else 0
+    scale = torch.empty(2, rows, groups, dtype=torch.uint8) if groups else None
+    base = torch.empty(2, rows, dtype=torch.int32) if format.startswith("mx") else None
+    return Matrix(codes, scale, base, torch.empty(2, rows), None, spec, None, size)
+
+
+def _experts(site: Site, tokens: int, format: str, factory: str = "moe_experts", dtype: str = "bfloat16") -> None:
+    from m3hal_triton import moe_experts
+    from m3hal_triton._moe_weights import Packed
+
+    where = replace(site, weight_format=format, dtype=dtype, max_tokens=tokens)
+    hidden, inner = where.hidden_size, where.intermediate_size
+    kernel = getattr(moe_experts, factory)(where)
+    packed = Packed(_matrix(format, 2 * inner, hidden), _matrix(format, hidden, inner))
+    x, ids = torch.empty(tokens, hidden, dtype=getattr(torch, dtype)), torch.zeros(tokens, 4, dtype=torch.int32)
+    workspace = torch.empty(kernel.workspace_bytes, dtype=torch.uint8)
+    kernel.run(x, torch.empty(tokens, 4), ids, packed, workspace=workspace)
+
+
+def cases(site: Callable[[], Site]) -> dict[str, Callable[[], None]]:
+    """By name; site: makes the experts' site in bf16."""
+
+    def case(*given: object) -> Callable[[], None]:
+        return lambda: _experts(site(), *given)
+
+    return {
+        "experts 1 mxfp8": case(1, "mxfp8"),
+        "experts 64 bf16": case(64, "bfloat16"),
+        "experts 64 fp8": case(64, "fp8_e4m3"),
+        "experts 64 mxfp8": case(64, "mxfp8"),
+        "experts 64 mxfp4": case(64, "mxfp4"),
+        "experts 64 nvfp4": case(64, "nvfp4"),
+        "experts 512 mxfp8": case(512, "mxfp8"),
+        "experts 8192 bf16": case(8192, "bfloat16"),
+        "experts 8192 mxfp8": case(8192, "mxfp8"),
+        "experts 8192 nvfp4": case(8192, "nvfp4"),
+        "experts 8192 fp8 activations": case(8192, "fp8_e4m3", "fp8_activations"),
+        "experts 64 fp32": case(64, "float32", "moe_experts", "float32"),
+    }
