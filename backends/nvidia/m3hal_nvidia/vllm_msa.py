@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from m3hal_triton import sparse_attention as portable
+from m3hal_triton._launch import after, programmatic
 from vllm.models.minimax_m3.common.ops.sparse_attn import minimax_m3_sparse_attn_decode
 
 from m3hal.dispatch.manifest import Kernel
@@ -96,7 +97,7 @@ def _run(
         k_scale=kv.k_scale,
         v_scale=kv.v_scale,
     )
-    group = site.num_q_heads // heads
+    group, early = site.num_q_heads // heads, programmatic(q.device)
     _blank[(tokens, heads)](
         result,
         block_ids,
@@ -109,7 +110,9 @@ def _run(
         GROUP=group,
         GROUP_PADDED=triton.next_power_of_2(group),
         DIM=site.head_dim,
+        EARLY=early,
         num_warps=1,
+        **after(early),
     )
     return result
 
@@ -127,6 +130,7 @@ def _blank(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     DIM: tl.constexpr,
+    EARLY: tl.constexpr,  # launched while the merge runs, which waited for all before it
 ):
     """Zeros where no id of the row names a block that it may see."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -135,6 +139,8 @@ def _blank(  # type: ignore[no-untyped-def]
     block = tl.load(at, mask=slot < K, other=-1)
     seen = (block >= 0) & (block * BLOCK < tl.load(lengths + token))
     rows = tl.where(tl.max(seen.to(tl.int32), 0) == 0, GROUP, 0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row, dim = tl.arange(0, GROUP_PADDED)[:, None], tl.arange(0, DIM)[None, :]
     to = out + token * out_strides[0] + (head * GROUP + row) * out_strides[1] + dim * out_strides[2]
     tl.store(to, tl.zeros((GROUP_PADDED, DIM), out.dtype.element_ty), mask=row < rows)
