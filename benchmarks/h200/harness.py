@@ -8,7 +8,6 @@ long calls are timed one by one with events behind a cache flush.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
 import statistics
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from m3hal_conformance.bench.table import Measured, to_json
 
 from m3hal.formats import dequantize
 from m3hal.layouts import KVLayout, PagedCache, page_map
@@ -220,7 +220,30 @@ def row(operator: str, case: str, times: dict[str, float], ours: str = "m3hal", 
 
 
 def save(path: Path, command: str) -> None:
-    """All rows, the machine, and the command that made them."""
+    """All rows, the machine, and the command that made them, as ``m3hal bench --read`` takes them."""
     properties = torch.cuda.get_device_properties(0)
-    machine = {"gpu": properties.name, "torch": torch.__version__, "cuda": torch.version.cuda}
-    path.write_text(json.dumps({"command": command, "machine": machine, "rows": ROWS}, indent=1))
+    machine = {"device": "cuda:sm_90", "backend": "triton", "device_label": properties.name}
+    machine |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+    path.write_text(to_json([measured(kept) for kept in ROWS], machine, {}, command))
+
+
+def measured(kept: dict) -> Measured:
+    """A row of :func:`row` as the table has it."""
+    us, floor = kept["us"], kept.get("floor_us")
+    ours, errors = us.get("m3hal"), {k: v for k, v in kept.items() if k.startswith("error")}
+    rivals = {name: t for name, t in us.items() if not name.startswith("m3hal")}
+    best = min(rivals, key=rivals.get, default="")
+    known = {"operator", "case", "us", "ratio", "floor_us", *errors}
+    return Measured(
+        kept["operator"],
+        kept["case"],
+        "measured",
+        us=us,
+        runs=ROUNDS,
+        floor_us=floor,
+        share=floor / ours if floor and ours else None,
+        ratio=kept["ratio"],
+        best=best,
+        errors={name.removeprefix("error_"): value for name, value in errors.items()},
+        facts={name: value for name, value in kept.items() if name not in known},
+    )
