@@ -156,8 +156,8 @@ def marlin(experts: ExpertWeights, inner: int) -> Callable[..., torch.Tensor]:
         first = gemm(x, first, codes[0], None, scales[0], None, None, None, *same, K, False, kind, tokens, 2 * inner, H,
                      *end)  # fmt: skip
         torch.ops._C.silu_and_mul_with_clamp(middle, first, 7.0, 1.702, 1.0)
-        last = gemm(middle, last, codes[1], None, scales[1], None, None, None, *same, 1, True, kind, tokens * K, H, inner,
-                    *end)  # fmt: skip
+        last = gemm(middle, last, codes[1], None, scales[1], None, None, None, *same, 1, True, kind, tokens * K, H,
+                    inner, *end)  # fmt: skip
         return last.view(tokens, K, H).sum(1)
 
     return run
