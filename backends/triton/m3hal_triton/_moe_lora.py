@@ -7,11 +7,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _whose(adapters, ids, id_strides, positions, pair, SLOTS: tl.constexpr):
+def _whose(adapters, adapter_stride, ids, id_strides, positions, pair, SLOTS: tl.constexpr):
     """Token int64, expert int64, adapter int64 and position int64 of a pair; a negative adapter: nothing to add."""
     token = pair // SLOTS
     expert = tl.load(ids + token * id_strides[0] + pair % SLOTS * id_strides[1])
-    adapter = tl.where(expert >= 0, tl.load(adapters + token), -1)
+    adapter = tl.where(expert >= 0, tl.load(adapters + token * adapter_stride), -1)
     position = tl.load(positions + pair, mask=adapter >= 0, other=0)
     return token, expert.to(tl.int64), adapter.to(tl.int64), position.to(tl.int64)
 
@@ -32,6 +32,7 @@ def shrink(
     a,  # [L, E, rank, size]
     a_strides,
     adapters,
+    adapter_stride,
     ids,
     id_strides,
     positions,
@@ -46,7 +47,7 @@ def shrink(
 ):
     """a times the input of a pair."""
     pair = tl.program_id(0).to(tl.int64)
-    token, expert, adapter, position = _whose(adapters, ids, id_strides, positions, pair, SLOTS)
+    token, expert, adapter, position = _whose(adapters, adapter_stride, ids, id_strides, positions, pair, SLOTS)
     if adapter < 0:
         return
     r = tl.arange(0, RANK)
@@ -74,7 +75,9 @@ def expand(
     b,  # [L, E, rows, rank]
     b_strides,
     scales,
+    scale_stride,
     adapters,
+    adapter_stride,
     ids,
     id_strides,
     positions,
@@ -89,7 +92,7 @@ def expand(
 ):
     """Adds b times what ``shrink`` left, times the adapter's scale."""
     pair = tl.program_id(0).to(tl.int64)
-    _, expert, adapter, position = _whose(adapters, ids, id_strides, positions, pair, SLOTS)
+    _, expert, adapter, position = _whose(adapters, adapter_stride, ids, id_strides, positions, pair, SLOTS)
     if adapter < 0:
         return
     r = tl.arange(0, RANK)
@@ -100,6 +103,7 @@ def expand(
     there = (n < height) & (row >= 0) & (row < rows)
     vector = tl.load(low + pair * rank + r, mask=r < rank, other=0.0)
     matrix = b + adapter * b_strides[0] + expert * b_strides[1]
-    delta = _products(matrix, b_strides, vector, r < rank, row, r, there, ROWS) * tl.load(scales + adapter)
+    delta = _products(matrix, b_strides, vector, r < rank, row, r, there, ROWS)
+    delta *= tl.load(scales + adapter * scale_stride)
     at = sums + position * height + n
     tl.store(at, tl.load(at, mask=there, other=0.0) + delta, mask=there)

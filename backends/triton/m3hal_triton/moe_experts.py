@@ -378,15 +378,16 @@ class _Run:
             inputs, features, a, b, order = batch.hidden, packed.w13.order, lora.a2, lora.b2, None
             factor = 1.0 / self._raise if batch.lift else 1.0
         same = {"SLOTS": self._slots, "RANK": power_of_two_above(rank)}
-        whose: Sequence[Any] = (lora.adapters, batch.ids, batch.ids.stride(), positions)
+        whose: Sequence[Any] = (lora.adapters, lora.adapters.stride(0), batch.ids, batch.ids.stride(), positions)
         low_rank.shrink[(pairs,)](
             inputs, inputs.stride(), features, a, a.stride(), *whose, low, a.shape[3], inputs.shape[1], rank, factor,
             **same, COLUMNS=LORA_COLUMNS,
         )  # fmt: skip
         height = sums.shape[-1]
         low_rank.expand[(pairs, triton.cdiv(height, LORA_ROWS))](
-            low, b, b.stride(), lora.scales, *whose, order, sums, b.shape[2], height, rank, **same, ROWS=LORA_ROWS
-        )
+            low, b, b.stride(), lora.scales, lora.scales.stride(0), *whose, order, sums, b.shape[2], height, rank,
+            **same, ROWS=LORA_ROWS,
+        )  # fmt: skip
 
 
 def _round_rows(rows: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None) -> None:

@@ -185,8 +185,9 @@ def test_adapters(format):
         (torch.randn(2, E, *size, generator=random) / size[1] ** 0.5).to(dtype).to(DEVICE)
         for size in ((rank, H), (2 * I, rank), (rank, I), (H, rank))
     )
-    scales = torch.tensor([0.5, 2.0], device=DEVICE)
-    adapters = torch.tensor([0, 1, -1, 0, 1, 1, -1], dtype=torch.int32, device=DEVICE)
+    scales = torch.tensor([[0.5, 77], [2.0, 77]], device=DEVICE)[:, 0]  # as an engine's tables hold them: every other
+    adapters = torch.tensor([[0, 7], [1, 7], [-1, 7], [0, 7], [1, 7], [1, 7], [-3, 7]], dtype=torch.int32)
+    adapters = adapters.to(DEVICE)[:, 0]
     lora, given = ExpertLoRA(a13, b13, a2, b2, scales, adapters), _inputs(7, dtype)
     kernel = moe_experts(site)
     packed = kernel.prepare_weights(experts)
