@@ -13,10 +13,10 @@ from torch import Tensor
 
 from m3hal.ops import ExpertLoRA, ExpertWeights
 from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
-from m3hal_conformance.suite._build import LIGHT, ask
+from m3hal_conformance.suite._build import LIGHT, ask, column_major, every_other, in_wide_row
 from m3hal_conformance.suite.experts import EXPERTS, NAN, H, Routing, _hot, _in_turn, _moe_inputs, _spread, _twice
 from m3hal_conformance.suite.quantised import STORED, _stored
-from m3hal_conformance.suite.shared_expert import _own
+from m3hal_conformance.suite.shared_expert import _added, _own
 
 HIDDEN, INNER, ADAPTERS = 64, 32, 3
 
@@ -121,6 +121,21 @@ def _bad_token(rng: Rng, site: Site) -> Inputs:
     return {**inputs, "lora": replace(inputs["lora"], adapters=torch.full((9,), 1, dtype=torch.int32))}
 
 
+def _views(rng: Rng, site: Site) -> Inputs:
+    """Factors that are parts of larger pools, every other adapter of a batch; scales need more bits than bf16 has."""
+    inputs = _inputs(17, _hot)(rng, site)
+    lora = inputs["lora"]
+    views = ExpertLoRA(
+        in_wide_row(lora.a13),
+        every_other(lora.b13, 0),
+        every_other(lora.a2, 1),
+        column_major(lora.b2),
+        every_other(torch.tensor([0.53, -1.47, 1.09]), 0),
+        every_other(torch.where(lora.adapters < 0, -5, lora.adapters), 0),
+    )
+    return {**inputs, "lora": views}
+
+
 def _cases() -> list[Case]:
     def q(name: str, make: Make, rank: int = 32, **options: Any) -> list[Case]:
         sized: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": EXPERTS}
@@ -128,7 +143,7 @@ def _cases() -> list[Case]:
         return ask("moe_experts", f"lora_{name}", make, **asked)
 
     cases: list[Case] = []
-    for rank in (1, 5, 33, 64):
+    for rank in (1, 5, 33, 64, 144):
         cases += q(f"rank_{rank}", _inputs(9, _hot), rank, checks=LIGHT, bugs=("F59",), quick=rank in (1, 5))
     for format in STORED:
         cases += q(f"{format}_experts", _formatted(format), 16, weight_format=format, checks=LIGHT, bugs=("F57",),
@@ -150,7 +165,10 @@ def _cases() -> list[Case]:
         *q("beside_shared", _beside_shared, also=("permuted_rows", "expert_slices"), quick=True, **shared),
         *q("bad_token", _bad_token, bugs=("F28",), quick=True),
         *q("one_adapter", _inputs(9, _hot, 1), checks=LIGHT),
+        *q("views", _views, bugs=("F65",), checks=LIGHT, quick=True),
         *q("adapters_16", _inputs(65, _in_turn, 16), 4, checks=LIGHT),
+        *q("adapters_70", _inputs(129, _in_turn, 70), 2, checks=LIGHT, bugs=("F68",)),
+        *q("beside_shared_300", _added(_inputs(300, _hot)), checks=LIGHT, bugs=("F68",), **shared),
         *q("twice_the_same", _inputs(9, _twice), checks=LIGHT),
         *q("other_constants", _inputs(9, _hot), alpha=0.5, beta=0.5, limit=1.0, checks=LIGHT, bugs=("F02", "F04")),
         *q("one_token", _inputs(1, _hot), bugs=("F32",)),

@@ -77,6 +77,22 @@ def _broken(rng: Rng, site: Site) -> Inputs:
     return inputs
 
 
+def _first_expert(rng: Rng, site: Site) -> Inputs:
+    """Expert 0 is an expert: alone beside holes, in all places, beside others."""
+    inputs = _forced(7)(rng, site)
+    inputs["forced_ids"][:4] = -1
+    inputs["forced_ids"][0, 0] = inputs["forced_ids"][1, 2] = inputs["forced_ids"][4:6] = 0
+    inputs["forced_ids"][2, 1:] = 0
+    return inputs
+
+
+def _vanishing(rng: Rng, site: Site) -> Inputs:
+    """Forced experts whose scores are down to 1e-13: no epsilon may enter their sum."""
+    inputs = _forced(9)(rng, site)
+    ids = inputs["forced_ids"].long()
+    return {**inputs, "logits": inputs["logits"].scatter(1, ids, rng.uniform(-30, -20, *ids.shape))}
+
+
 def _strided(rng: Rng, site: Site) -> Inputs:
     inputs = _forced(9)(rng, site)
     wide = torch.full((9, 12), 77, dtype=torch.int32)
@@ -105,6 +121,8 @@ def _cases() -> list[Case]:
         *q("holes", _holes, also=ROWS, bugs=("F29",), quick=True),
         *q("repeated", _repeated, also=ROWS, quick=True),
         *q("broken_rows", _broken, also=ROWS, bugs=("F28",), quick=True),
+        *q("first_expert", _first_expert, quick=True, bugs=("F29",)),
+        *q("vanishing", _vanishing),
         *q("not_renormalized", _forced(9), renormalize=False, routed_scale=1.5, also=ROWS, bugs=("F33",),
            quick=True),
         *q("scale_1", _forced(9), routed_scale=1.0, bugs=("F36",)),

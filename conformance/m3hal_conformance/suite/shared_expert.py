@@ -14,7 +14,7 @@ from torch import Tensor
 from m3hal.formats import QTensor
 from m3hal.ops import ExpertWeights
 from m3hal_conformance.case import Case, Inputs, Make, Rng, Site, dtype_of
-from m3hal_conformance.suite._build import LIGHT, ask
+from m3hal_conformance.suite._build import LIGHT, ask, column_major, in_wide_row
 from m3hal_conformance.suite.experts import EXPERTS, NAN, H, Routing, _bad_token, _hot, _moe_inputs, _nowhere, _spread
 from m3hal_conformance.suite.quantised import STORED, _stored
 
@@ -91,6 +91,14 @@ def _unrouted_are_nan(rng: Rng, site: Site) -> Inputs:
     return {**inputs, "experts": nan}
 
 
+def _views(rng: Rng, site: Site) -> Inputs:
+    """The shared expert's matrices as parts of wider ones."""
+    inputs = _inputs(7, _hot)(rng, site)
+    own = inputs["experts"].shared
+    own = replace(own, w13=in_wide_row(own.w13), w2=column_major(own.w2))
+    return {**inputs, "experts": replace(inputs["experts"], shared=own)}
+
+
 def _none(rng: Rng, site: Site) -> Inputs:
     """A site with a shared expert, on a rank that does not hold it."""
     return _moe_inputs(7, _hot, HIDDEN, INNER)(rng, site)
@@ -128,6 +136,7 @@ def _cases() -> list[Case]:
         *q("inner_32", _inputs(7, _hot, 32), shared_intermediate_size=32, bugs=("F59",)),
         *q("bad_token", _added(_bad_token), hidden_size=256, intermediate_size=96, bugs=("F28",), quick=True),
         *q("none", _none, quick=True),
+        *q("views", _views, bugs=("F65",), checks=LIGHT),
         *q("tokens_130", _inputs(130, _hot), checks=("oracle", "row_alone"), bugs=("F32",)),
         *q("one_token", _inputs(1, _hot), bugs=("F32",)),
         *q("no_token", _inputs(0, _hot), bugs=("F30",)),
