@@ -42,11 +42,12 @@ def _holds(version: str, clause: str) -> bool:
     if operator == "~=":
         length = max(len(bound.split(".")) - 1, 1)
         return have >= want and _release(version, length) == _release(bound, length)
+    same, released = have[0] == want[0], want[1] == 0
     return {
         ">=": have >= want,
         "<=": have <= want,
-        ">": have > want,
-        "<": have < want,
+        ">": have > want and not (same and released and have[1] > 0),  # a post-release of the bound is the bound
+        "<": have < want and not (same and released),  # and its pre-release is no version before it
         "==": have == want,
         "!=": have != want,
     }[operator]

@@ -9,14 +9,10 @@ import pytest
 from m3hal.dispatch.versions import parse, satisfies
 
 VERSIONS = ["0.9", "1", "1.0", "1.0.0rc1", "1.0.dev3", "1.0.post1", "1.2", "1.10", "2.13.0+cpu", "3.9.0", "2026.1"]
-CLAUSES = [">=1", "<2", "==1.0", "!=1.0", "~=1.0", "==1.*", "!=1.*", ">1.0", "<=1.2", "~=2.13.0"]
+CLAUSES = [">=1", "<2", "==1.0", "!=1.0", "~=1.0", "==1.*", "!=1.*", ">1.0", "<=1.2", "~=2.13.0", "<1", "<1.0rc2"]
 
 
-#: PEP 440 keeps post-releases of the bound out of '>'; no manifest needs that.
-PAIRS = [pair for pair in itertools.product(VERSIONS, CLAUSES) if pair != ("1.0.post1", ">1.0")]
-
-
-@pytest.mark.parametrize(("version", "clause"), PAIRS)
+@pytest.mark.parametrize(("version", "clause"), list(itertools.product(VERSIONS, CLAUSES)))
 def test_agrees_with_packaging(version: str, clause: str) -> None:
     """Every clause on every version, pre-releases admitted; local parts are ignored, as m3hal documents."""
     specifiers = pytest.importorskip("packaging.specifiers", reason="packaging is no dependency of m3hal")
