@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from m3hal_triton._launch import after, multiprocessors, power_of_two_above, programmatic
+from m3hal_triton._parts import add_up, shared_out
 
 #: tokens up to which each row of the weight has a program
 FEW = 8
@@ -24,8 +25,6 @@ TILES = ((64, 64, 32, 64, 4, 4), (2048, 128, 64, 64, 8, 3), (float("inf"), 128, 
 STEADY_PARTS = 8
 #: columns of a thread of few tokens
 COLUMNS_PER_THREAD = 32
-#: elements of the output of one program that adds parts up
-SUMMED = 512
 
 
 def gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, steady: bool = False) -> None:
@@ -45,9 +44,8 @@ def gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, steady: bool 
     _, most, block_n, block_k, warps, stages = tile
     block_m = most if steady else min(most, max(16, power_of_two_above(tokens)))
     tiles, steps = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n), triton.cdiv(width, block_k)
-    shares = STEADY_PARTS if steady else max(1, multiprocessors(x.device) // tiles)
-    each = triton.cdiv(steps, min(steps, shares))
-    parts = triton.cdiv(steps, each)
+    shares = STEADY_PARTS if steady else multiprocessors(x.device) // tiles
+    each, parts = shared_out(steps, shares)
     made = out if parts == 1 else out.new_empty(parts, tokens, rows, dtype=torch.float32)
     _gate_many[(triton.cdiv(tokens, block_m), triton.cdiv(rows, block_n), parts)](
         x, weight, made, x.stride(), weight.stride(), made.stride()[-2:], 0 if parts == 1 else made.stride(0),
@@ -56,10 +54,7 @@ def gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, steady: bool 
         **after(early),
     )  # fmt: skip
     if parts > 1:
-        _gate_sum[(triton.cdiv(tokens * rows, SUMMED),)](
-            made, out, out.stride(), tokens * rows, rows, PARTS=parts, SUMMED=SUMMED, EARLY=early, num_warps=4,
-            **after(early),
-        )  # fmt: skip
+        add_up(made, out)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -123,17 +118,3 @@ def _gate_many(
 def _first_bits(x):
     """fp32 of the first eight significant bits, which is what bf16 holds: three times eight are all."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _gate_sum(
-    made, out, out_strides, count, rows, PARTS: tl.constexpr, SUMMED: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    total = tl.zeros((SUMMED,), tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(made + part * count.to(tl.int64) + at, mask=at < count, other=0.0)
-    tl.store(out + at // rows * out_strides[0] + at % rows * out_strides[1], total, mask=at < count)

@@ -17,7 +17,8 @@ from m3hal.formats import PLAIN_FORMATS, ROW, QSpec, QTensor
 from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton._gate import gate
-from m3hal_triton._launch import DOT_PRECISION
+from m3hal_triton._launch import DOT_PRECISION, multiprocessors
+from m3hal_triton._parts import add_up, shared_out
 from m3hal_triton._stored import block_scales, e2m1_pairs, e4m3_values
 from m3hal_triton.quantize import quantize_rows
 
@@ -84,22 +85,25 @@ def _launch(
     by_row = scale is not None and scale.dtype == torch.float32
     tokens, width, rows = *x.shape, out.shape[1]
     whole = None if q.global_scale is None else q.global_scale.reshape(-1)
-    tiles = WIDE if x.dtype == torch.float32 else TILES if scale_x is None else NARROW
-    _, block_m, block_n, block_k, warps, stages = _tile(tokens_as or tokens, tiles)
+    ladder = WIDE if x.dtype == torch.float32 else TILES if scale_x is None else NARROW
+    _, block_m, block_n, block_k, warps, stages = next(t for t in ladder if (tokens_as or tokens) <= t[0])
     if format == "nvfp4":  # whose scales take registers
         block_m = min(block_m, 128)
-    _project[(triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n),)](
-        x, scale_x, data, scale, whole, out, x.stride(), 0 if scale_x is None else scale_x.stride(0), data.stride(),
+    tiles, steps = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n), triton.cdiv(width, block_k)
+    # what few tokens wait for is memory, and more programs ask it for more at a time
+    programs = multiprocessors(x.device) * (4 if tokens <= 64 else 1)
+    each, parts = shared_out(steps, 1 if tokens_as else min(programs // tiles, steps // 2))
+    made = out if parts == 1 else out.new_empty(parts, tokens, rows, dtype=torch.float32)
+    _project[(tiles, parts)](
+        x, scale_x, data, scale, whole, made, x.stride(), 0 if scale_x is None else scale_x.stride(0), data.stride(),
         (0, 0) if scale is None else scale.stride(), 0 if whole is None or len(whole) == 1 else whole.stride(0),
-        out.stride(), tokens, rows, width,
+        made.stride()[-2:], 0 if parts == 1 else made.stride(0), tokens, rows, width, each * block_k,
         FORMAT=format, GROUP=0 if scale is None or by_row else width // scale.shape[1], BY_ROW=by_row,
         PRECISION=DOT_PRECISION, SIDE_BY_SIDE=SIDE_BY_SIDE, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-
-
-def _tile(tokens: int, tiles: tuple[Tile, ...]) -> Tile:
-    return next(tile for tile in tiles if tokens <= tile[0])
+    if parts > 1:
+        add_up(made, out)
 
 
 @triton.jit
@@ -133,7 +137,7 @@ def _weights(
 @triton.jit(do_not_specialize=["tokens"])
 def _project(
     x, scale_x, data, scales, whole, out, x_strides, scale_x_stride, data_strides, scale_strides, whole_stride,
-    out_strides, tokens, rows, width,
+    out_strides, part_stride, tokens, rows, width, depth_each,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BY_ROW: tl.constexpr, PRECISION: tl.constexpr,
     SIDE_BY_SIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +150,8 @@ def _project(
     row = (within // beside * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     depth = tl.arange(0, BLOCK_K)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, width, BLOCK_K):
+    begin = tl.multiple_of(tl.program_id(1) * depth_each, BLOCK_K)
+    for first in range(begin, tl.minimum(begin + depth_each, width), BLOCK_K):
         column = first + depth
         there = (token < tokens) & (column < width)
         left = tl.load(x + token * x_strides[0] + column * x_strides[1], mask=there, other=0.0)
@@ -164,5 +169,5 @@ def _project(
         total *= tl.load(whole + row * whole_stride, mask=row < rows, other=0.0)[None, :]
     if scale_x is not None:
         total *= tl.load(scale_x + token * scale_x_stride, mask=token < tokens, other=0.0)
-    to = out + token * out_strides[0] + row[None, :] * out_strides[1]
+    to = out + tl.program_id(1) * part_stride + token * out_strides[0] + row[None, :] * out_strides[1]
     tl.store(to, total.to(out.dtype.element_ty), mask=(token < tokens) & (row[None, :] < rows))
