@@ -15,6 +15,7 @@ from m3hal.ops.draft_block_sample import MarkovHead
 from m3hal.ops.kv_write import kv_write
 from m3hal.ops.quantize import quantize
 from m3hal.ops.rope_partial import rope_table
+from m3hal.ops.sparse_decoder_layer import LayerWeights
 from m3hal.shape import Site
 
 PAGE, DIM = 16, 64
@@ -85,6 +86,16 @@ def arguments(name, tokens, dtype):
     routing = hot_routing(tokens, 8, 4, rng) if tokens else (torch.empty(0, 4), torch.empty(0, 4, dtype=torch.int32))
     row = torch.randn(tokens, 15 * DIM, generator=rng).to(dtype)
     head_counts = {"num_q_heads": 8, "num_kv_heads": 2, "num_index_heads": 2, "head_dim": DIM, "index_dim": DIM}
+    whole_layer = LayerWeights(
+        input_norm=weight,
+        qkv=torch.randn(15 * DIM, DIM, generator=rng).to(dtype),
+        norms=QKNorms(weight, weight, weight, weight),
+        o=torch.randn(DIM, 8 * DIM, generator=rng).to(dtype),
+        post_norm=weight,
+        gate=torch.randn(8, DIM, generator=rng),
+        bias=torch.zeros(8),
+        experts=bank,
+    )
     every = {
         "rms_norm": ((x, weight), NORM),
         "add_rms_norm": ((x, x + 1, weight), NORM),
@@ -127,6 +138,13 @@ def arguments(name, tokens, dtype):
         "select_blocks": ((index_q.to(dtype), index_cache, meta), {**FORCED, "block_size": PAGE}),
         "allreduce_add_rms_norm": ((x, x + 1, weight), NORM),
         "mega_moe": ((x, *routing, replace(bank, shared=shared)), {**ACTIVATION, "num_local_experts": 8}),
+        "sparse_decoder_layer": (
+            (x, x + 1, whole_layer, positions, table, kv_cache, index_cache, slots, slots, meta),
+            {
+                **head_counts, **NORM, **FORCED, **ACTIVATION, "scale": 0.125, "block_size": PAGE, "rotary_dim": 32,
+                "top_k_experts": 4, "renormalize": True, "routed_scale": 2.0, "num_local_experts": 8,
+            },
+        ),  # fmt: skip
         "draft_block_sample": (
             (heads, heads[..., :7], head, torch.arange(tokens), torch.rand(heads.shape, generator=rng)),
             {},

@@ -38,6 +38,13 @@ DECODE: Lengths = [(1, 700), (1, 129), (1, 0), (1, 1100), (1, 1), (1, 641)]
 CHUNKS: Lengths = [(3, 700), (1, 900), (5, 5), (2, 0), (4, 770)]
 
 
+def _codes(rng: Rng, count: int, width: int) -> Tensor:
+    """fp32 [count, width] of +1 and -1, orthogonal to one another where the width is a multiple of twice the count."""
+    both = torch.arange(count)[:, None] & torch.arange(width)
+    odd = sum((both >> bit & 1 for bit in range(count.bit_length())), torch.zeros_like(both)) % 2
+    return (1.0 - 2 * odd) * rng.normal(width).sign()
+
+
 def _layer(rng: Rng, site: Site) -> LayerWeights:
     dtype, dim, hidden = dtype_of(site), site.head_dim, site.hidden_size
     row = (site.num_q_heads + 2 * site.num_kv_heads + site.num_index_heads + 1) * dim
@@ -59,19 +66,20 @@ def _layer(rng: Rng, site: Site) -> LayerWeights:
         norms=QKNorms(*(norm(dim) for _ in range(4))),
         o=draw(hidden, site.num_q_heads * dim, scale=2 * (site.num_q_heads * dim) ** -0.5),
         post_norm=norm(hidden),
-        gate=4 / hidden * rng.normal(site.num_experts, hidden),
-        bias=0.1 * rng.normal(site.num_experts),
+        gate=4 / hidden * _codes(rng, site.num_experts, hidden),
+        bias=0.03 * rng.normal(site.num_experts),
         experts=replace(bank(site.num_local_experts, site.intermediate_size), shared=shared),
     )
 
 
-def _context(rng: Rng, site: Site, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and index keys [S, heads, D] of a request."""
+def _context(rng: Rng, site: Site, queries: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and index keys [S, heads, D] of a request; blocks to be chosen lie before those that are forced."""
     blocks = -(-length // site.block_size)
     block = torch.arange(length) // site.block_size
-    free = rng.permutation(max(blocks - site.local_blocks, 0))
+    first, last = site.init_blocks, (length - queries) // site.block_size + 1 - site.local_blocks
+    free = first + rng.permutation(max(last - first, 0))
     size = torch.full((blocks,), 0.02)
-    size[free[: site.top_k_blocks - site.local_blocks]] = 1.0
+    size[free[: site.top_k_blocks - site.local_blocks - site.init_blocks]] = 4.0  # new keys are of size one
     keys = 0.3 * rng.normal(length, site.num_kv_heads, site.head_dim)
     values = rng.normal(blocks, site.num_kv_heads, site.head_dim)[block]
     values = 2 * values + 0.1 * rng.normal(length, site.num_kv_heads, site.head_dim)
@@ -79,7 +87,7 @@ def _context(rng: Rng, site: Site, length: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _caches(rng: Rng, site: Site, kind: str, held: Batch) -> dict[str, Any]:
-    contexts = [_context(rng, site, length) for _, length in held.lengths]
+    contexts = [_context(rng, site, queries, length) for queries, length in held.lengths]
     keys, values, index = ([part[n] for part in contexts] for n in range(3))
     return {
         "kv": filled(held, kv_layout(site, kind), keys, values, rng),
@@ -91,7 +99,7 @@ def _pointing(rng: Rng, site: Site, tokens: int, gate: Tensor) -> Tensor:
     """Residuals [T, H] of noise, and of the gates of two experts, one more than the other."""
     chosen = torch.stack([rng.permutation(len(gate))[:2] for _ in range(tokens)] or [torch.empty(0, 2).long()])
     first, second = (gate * site.hidden_size / 4)[chosen.view(-1, 2)].unbind(1)
-    return rng.normal(tokens, site.hidden_size) + 4 * first + 3 * second
+    return rng.normal(tokens, site.hidden_size) + 6 * first + 4 * second
 
 
 def _of(rng: Rng, site: Site, kind: str, held: Batch) -> Inputs:
