@@ -73,6 +73,28 @@ def _pruned(rng: Rng, site: Site, inputs: Inputs) -> Mapping[str, Any]:
     return {"head": head, "previous": kept[inputs["previous"].long()].int()}
 
 
+def _unordered(rng: Rng, site: Site, inputs: Inputs) -> Mapping[str, Any]:
+    """Draft ids in the order of how often they occur, so that half of the offsets are negative, and all of it in views.
+
+    Only two requests are real: a padded one has any negative token.
+    """
+    kept = rng.permutation(TARGET)[:PRUNED]
+    w1 = torch.full((TARGET, RANK), NAN).to(dtype_of(site))
+    w1[kept] = inputs["head"].w1
+    given = replace(inputs["head"], w1=w1, d2t=_strided(kept - torch.arange(PRUNED)))
+    confident = _confidence(True)(rng, site, {**inputs, "head": given})
+    head = confident["head"]
+    previous = torch.tensor([int(kept[3]), -9, int(kept[-1])], dtype=torch.int32)
+    head = replace(head, confidence=every_other(head.confidence, 0))
+    return {"head": head, "previous": previous, "hidden": in_wide_row(confident["hidden"])}
+
+
+def _late(rng: Rng, site: Site, inputs: Inputs) -> Mapping[str, Any]:
+    """The last ids of the vocabulary are drawn, those past 16 bits."""
+    inputs["base_logits"][..., 2**16 :] += 24
+    return {}
+
+
 def _padded(rng: Rng, site: Site, inputs: Inputs) -> Mapping[str, Any]:
     """Padded requests between others; what their base logits hold is nobody's."""
     previous, base = inputs["previous"].clone(), inputs["base_logits"].clone()
@@ -148,6 +170,8 @@ def _drafts() -> list[Case]:
         *q("broken_sampled", _with(_block(5, 5, noise=1.0), _broken), bugs=("F28",)),
         *q("rank_16", _block(3, 3, rank=16), quick=True),
         *q("vocabulary_5003", _block(2, 3, vocabulary=5003), checks=LIGHT, bugs=("F68",)),
+        *q("vocabulary_70001", _with(_block(1, 2, rank=16, vocabulary=70001), _late), checks=LIGHT),
+        *q("unordered", _with(_block(3, 4, vocabulary=PRUNED), _unordered), bugs=("F29", "F65"), quick=True),
         *q("block_16", _block(2, 16), checks=LIGHT),
         *q("strided", _with(_block(3), _views), bugs=("F65",), quick=True),
         *q("every_other", _with(_block(3, noise=1.0), _other_views), bugs=("F65",)),
