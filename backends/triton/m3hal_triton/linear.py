@@ -28,7 +28,7 @@ SIDE_BY_SIDE = 8
 #: which there are more. Of bf16 products, of fp32's, and of FP8's
 Tile = tuple[float, int, int, int, int, int]
 TILES: tuple[Tile, ...] = ((16, 16, 16, 256, 2, 3), (64, 64, 32, 128, 4, 4), (float("inf"), 256, 128, 64, 8, 3))
-WIDE: tuple[Tile, ...] = ((16, 16, 32, 64, 4, 2), (float("inf"), 64, 32, 32, 4, 2))
+WIDE: tuple[Tile, ...] = ((16, 16, 32, 64, 4, 2), (float("inf"), 32, 32, 32, 4, 2))
 NARROW: tuple[Tile, ...] = ((16, 16, 32, 128, 4, 4), (64, 64, 64, 128, 4, 3), (float("inf"), 128, 128, 128, 8, 3))
 #: tokens whose tile serves any number of them, where all are to have the same
 STEADY = 64
