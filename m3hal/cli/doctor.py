@@ -79,7 +79,7 @@ def _bundled(arguments: argparse.Namespace, data: dict[str, Any], backends: list
     }
     if arguments.plan is not None:
         contents["plan"] = _bundle.plan(arguments.plan)
-    members = _bundle.write(arguments.bundle, contents, str(Path.home()))
+    members = _bundle.write(arguments.bundle, contents, _bundle.home())
     size = Path(arguments.bundle).stat().st_size
     return {"bundle": {"path": arguments.bundle, "bytes": size, "files": dict(members)}}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from m3hal.cli import main
-from m3hal.cli._bundle import REDACTED, redacted
+from m3hal.cli._bundle import REDACTED, captures, redacted
 
 SECRETS = ("hf_abcdefghijklmnop", "sk-proj-abcdefghijkl", "ghp_0123456789abcdef", "hunter2", "swordfish")
 
@@ -73,6 +73,61 @@ def test_what_is_no_secret_stays() -> None:
     assert redacted(text, "/home/jane") == text
     assert redacted("/home/jane/x /home/jane", "/home/jane") == "~/x ~"
     assert redacted("/root", "/") == "/root"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("nvapi-AbCdEf0123456789", REDACTED),
+        ("glpat-abcdefghij1234567890", REDACTED),
+        ("AIzaSyA1234567890abcdefghijklmnopqrstuv", REDACTED),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abcdef", REDACTED),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n", REDACTED),
+        ("Authorization: Basic dXNlcjpwYXNz", f"Authorization: Basic {REDACTED}"),
+        ("https://jane:p@ss@example.org/x", f"https://{REDACTED}@example.org/x"),
+        ("https://example.org/x?token=abc&n=1", f"https://example.org/x?token={REDACTED}&n=1"),
+        ("aws_secret_access_key=wJalr/K7", f"aws_secret_access_key={REDACTED}"),
+        ('{"api_key": "abc"}', f'{{"api_key": "{REDACTED}"}}'),
+        ("serve --api-key abc --port 1", f"serve --api-key {REDACTED} --port 1"),
+        ("max_tokens=8192, 5 bytes per token 7", "max_tokens=8192, 5 bytes per token 7"),
+    ],
+)
+def test_what_looks_like_a_secret(text: str, kept: str) -> None:
+    """By its beginning, by the name beside it, by its place in a URL; counts of tokens are none."""
+    assert redacted(text) == kept
+
+
+@pytest.mark.parametrize("name", ["jané", "link"])
+def test_the_home_folder_however_it_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """With a letter that JSON escapes; as a link's name and as what it leads to."""
+    real = tmp_path / "jané"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    monkeypatch.setenv("HOME", str(tmp_path / name))
+    monkeypatch.setenv("M3HAL_CAPTURE_DIR", str(real))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", f"{tmp_path / name}/x")
+    main(["doctor", "--bundle", str(tmp_path / "a.zip")])
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        found = json.loads(archive.read("m3hal-bundle/environment.json"))
+        folder = json.loads(archive.read("m3hal-bundle/captures.json"))["folder"]
+    assert (found["M3HAL_CAPTURE_DIR"], found["VLLM_CACHE_ROOT"], folder) == ("~", "~/x", "~")
+
+
+def test_a_user_without_a_home_can_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that runs under a number that nobody has, with a variable that is no text."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setenv("VLLM_NOTE", "\udcff")
+    monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("uid")))
+    assert main(["doctor", "--bundle", str(tmp_path / "a.zip")]) in (0, 1)
+    assert zipfile.is_zipfile(tmp_path / "a.zip")
+
+
+def test_captures_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone else's folder."""
+    monkeypatch.setattr(Path, "glob", lambda *_: (_ for _ in ()).throw(PermissionError("not yours")))
+    assert captures({"M3HAL_CAPTURE_DIR": str(tmp_path)}) == {"folder": str(tmp_path), "error": "not yours"}
 
 
 def test_slips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
