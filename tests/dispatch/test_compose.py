@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from m3hal_conformance.ranks import run_ranks
 
 from m3hal import ops
 from m3hal.dispatch import Kernel, Policy, plan, plans
@@ -175,3 +177,84 @@ def test_composition_declares_that_its_parts_round(toy: Any, make: Any, shape: M
     composed = make().bind("qk_norm_rope_insert", "dense_attention")
     assert composed.traits == {"norm_rope_round": "bfloat16"}
     assert make_reference(shape).bind("qk_norm_rope_insert", "dense_attention").traits == {}
+
+
+def test_a_fused_operator_may_cover_a_fused_one(toy: Any, make: Any, shape: ModelShape) -> None:
+    """A composition runs the plan's fused part where a vendor has it, else that part's own composition."""
+    calls: list[str] = []
+
+    def factory(site: Any) -> Callable[..., Any]:
+        operator = ops.load("qk_norm_rope_insert")
+        run = lambda *given: operator.reference(*given, **operator.static_values(site))  # noqa: E731
+        return lambda *given: (calls.append("fused"), run(*given))[1]
+
+    toy("acme", qk_norm_rope_insert=factory)
+    planned = plan(shape, "cpu", Policy.resolve({"backend": "acme,reference"}, environ={}), engine={})
+    choice = planned.choice("qkv_norm_rope_insert", "dense_attention")
+    assert choice.composed == ("linear", "qk_norm_rope_insert")
+    bound = planned.bind("qkv_norm_rope_insert", "dense_attention")
+    assert bound.backend == "reference+acme"
+    assert bound.traits == {"qkv_round": "bfloat16"}
+    bound.run(*projected(bound.site))
+    assert calls == ["fused"]
+    assert "composed (reference, acme)" in planned.explain("qkv_norm_rope_insert")
+
+
+def test_an_override_deep_inside_disables_a_fused_form(toy: Any, shape: ModelShape) -> None:
+    """rms_norm is part of qk_norm_rope_insert, which is part of qkv_norm_rope_insert."""
+    toy("acme", qkv_norm_rope_insert=lambda site: print)
+    asked = {"backend": "acme,reference", "operators": {"rms_norm": "reference"}}
+    planned = plan(shape, "cpu", Policy.resolve(asked, environ={}), engine={})
+    choice = planned.choice("qkv_norm_rope_insert", "dense_attention")
+    assert choice.composed
+    assert choice.reason == "the policy overrides rms_norm"
+    (verdict,) = choice.verdicts
+    assert "the policy overrides rms_norm, which it covers" in str(verdict)
+
+
+def test_what_covers_an_operator_of_the_engines_is_not_planned(alone: None, shape: ModelShape) -> None:
+    """vLLM holds its projections: a fused form with one inside has no row, and the others' rows are as they were."""
+    operators = {choice.operator for choice in make_reference(shape).choices}
+    assert "qk_norm_rope_insert" in operators
+    assert operators.isdisjoint({"qkv_norm_rope_insert", "sparse_decoder_layer"})
+
+
+def test_a_whole_layer_is_planned_where_it_is_asked_for(shape: ModelShape) -> None:
+    """Its place is none of a model's sites; given as one, everything in it is planned there."""
+    whole = replace(shape, given_sites=(shape.sparse_layer(),))
+    planned = plan(whole, "cpu", Policy.resolve({"backend": "reference"}, environ={}), engine={})
+    assert planned.choice("sparse_decoder_layer", "sparse_layer").composed
+    assert {"route_topk", "sparse_attention", "select_blocks"} <= {choice.operator for choice in planned.choices}
+    assert planned.bind("sparse_decoder_layer", "sparse_layer").backend == "reference"
+
+
+def test_a_batch_that_the_composition_made_is_planned(toy: Any, make: Any, shape: ModelShape, inputs: Any) -> None:
+    """Among ranks each scores a batch of its own, which nobody planned before: a part that plans gets its plan."""
+    planned = []
+
+    def factory(site: Any) -> Kernel:
+        run = scores(site)
+
+        def plan_batch(meta: SeqMeta, storage: torch.Tensor) -> SeqMeta:
+            planned.append((len(meta.seq_lens), storage.numel()))
+            return meta
+
+        return Kernel(run, plan_batch=plan_batch, plan_bytes=64)
+
+    toy("acme", block_scores=factory)
+    bound = make().bind("select_blocks", "sparse_attention")
+    index_q, cache, meta = inputs
+    batch = bound.plan_batch(meta, torch.empty(bound.plan_bytes, dtype=torch.uint8))
+    ids = run_ranks(3, lambda group: bound.run(index_q, cache, batch, group))
+    assert all(torch.equal(own, expected(shape, inputs)) for own in ids)
+    assert planned == [(2, 64)] * 4
+
+
+def projected(site: Any) -> tuple[Any, ...]:
+    """Two tokens of a dense layer."""
+    rows = (site.num_q_heads + 2 * site.num_kv_heads) * site.head_dim
+    norms = ops.QKNorms(*[torch.zeros(128, dtype=torch.bfloat16) for _ in range(2)])
+    x, weight = (torch.randn(n, site.hidden_size).to(torch.bfloat16) for n in (2, rows))
+    layout = KVLayout("hnd", "bfloat16", page_size=128, heads=site.num_kv_heads, dim=128, has_values=True)
+    table = torch.ones(8, site.rotary_dim)
+    return x, weight, norms, torch.arange(2), table, layout.empty(1), None, torch.arange(2), None

@@ -93,6 +93,12 @@ def _strided(rng: Rng, site: Site) -> Inputs:
     return {**inputs, "x": in_wide_row(inputs["x"], 64, 8), "weight": column_major(inputs["weight"]), **apart}
 
 
+def _wide_input(rng: Rng, site: Site) -> Inputs:
+    """Hidden states at an odd place of wider rows."""
+    inputs = _inputs(SLOTS, POSITIONS)(rng, site, "hnd")
+    return {**inputs, "x": in_wide_row(inputs["x"])}
+
+
 def _with_stored(format: str, make: MakeIn) -> Make:
     def stored(rng: Rng, site: Site) -> Inputs:
         inputs = make(rng, site, "hnd")
@@ -125,6 +131,8 @@ def _plain() -> list[Case]:
         *q("bad_token", _inputs(SLOTS, POSITIONS, _bad_token), bugs=("F28",), quick=True),
         *q("strided", _strided, bugs=("F65",), quick=True),
         *q("odd_hidden", usual, hidden_size=200, quick=True),
+        *q("hidden_72", usual, hidden_size=72, checks=LIGHT),
+        *q("wide_input", _wide_input, bugs=("F65",), checks=LIGHT),
         *q("tokens_equal_heads", _many(16)),
         *q("tokens_65", _many(65), bugs=("F68",), checks=LIGHT, quick=True),
         *q("all_padded", _inputs([-1, -1, -1], [0, 0, 0]), bugs=("F29",), quick=True),

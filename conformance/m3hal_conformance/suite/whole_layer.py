@@ -178,7 +178,7 @@ def _plain() -> list[Case]:
     }  # fmt: skip
     narrow, two = {"dtypes": ("bfloat16",)}, {**SMALL, "tensor_parallel": 2}
     alone = {**SMALL, "shared_intermediate_size": 0, "shared_format": ""}
-    some = {**SMALL, "num_local_experts": EXPERTS // 2}
+    some, quarter = ({**SMALL, "num_local_experts": EXPERTS // n} for n in (2, 4))
     return [
         *q("decode", _inputs(DECODE), quick=True, bugs=("F19", "F29"), **SMALL),
         *q("chunks", _inputs(CHUNKS), checks=LIGHT, bugs=("F22", "F68"), **SMALL),
@@ -190,6 +190,7 @@ def _plain() -> list[Case]:
         *q("bad_token", _bad_token, checks=LIGHT, bugs=("F28",), **narrow, **SMALL),
         *q("two_ranks", _among(2, DECODE[:4]), checks=LIGHT, **SMALL),
         *q("two_ranks_of_experts", _among(2, CHUNKS[:3]), checks=LIGHT, **some),
+        *q("four_ranks_of_experts", _among(4, DECODE[:4]), checks=LIGHT, **narrow, **quarter),
         *q("one_token", _inputs([(1, 514)]), bugs=("F32",), checks=LIGHT, **SMALL),
         *q("padded_only", _inputs([(1, 0), (2, 0)], max_k=256), bugs=("F14", "F30"), checks=LIGHT, **SMALL),
         *q("no_token", _inputs([(0, 128)]), checks=LIGHT, bugs=("F30",), quick=True, **SMALL),
