@@ -100,12 +100,12 @@ def fused_triton(experts: ExpertWeights, config: dict[str, int] | None) -> Calla
     return run
 
 
-def _quantised(x: torch.Tensor, scale: object, dtype: object, *given: object, **options: object) -> tuple[object, ...]:
-    """What the peer's experts quantise their inputs with: its CUDA operator, a scale for each row."""
-    if dtype is None:
-        return x, scale
-    codes, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty(len(x), 1, device=x.device)
-    torch.ops._C.dynamic_per_token_scaled_fp8_quant(codes, x, scales, None)
+def _quantised(A: torch.Tensor, A_scale: object, quant_dtype: object, **_: object) -> tuple[object, object]:  # noqa: N803
+    """What the peer's experts quantise their inputs with, by its names: its CUDA operator, a scale for each row."""
+    if quant_dtype is None:
+        return A, A_scale
+    codes, scales = torch.empty_like(A, dtype=torch.float8_e4m3fn), torch.empty(len(A), 1, device=A.device)
+    torch.ops._C.dynamic_per_token_scaled_fp8_quant(codes, A, scales, None)
     return codes, scales
 
 

@@ -15,6 +15,8 @@ import triton.language as tl
 from m3hal_triton._moe_decode import load_scales, load_weights, scales_ahead
 
 _ARRAYS = ["items", "total", "order", "x_factor"]
+#: tokens of a tile from which on items of half and a quarter of them have products of their own
+WIDE = tl.constexpr(128)
 
 
 @triton.jit
@@ -232,10 +234,23 @@ def up(
         return
     n = tile * BN + tl.arange(0, BN)
     row = _rows(matrix, expert, n, 2 * inner)
+    # one of them runs: an expert that few chose is not multiplied with a tile of many
     if BX > 0 and count > BT:
         _up_tile(
             x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width,
             inner, numbers, SLOTS, RAISE, BN, BT, BX, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
+            STAGES, EARLY,
+        )  # fmt: skip
+    elif BT >= WIDE and count <= BT // 4:
+        _up_tile(
+            x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width,
+            inner, numbers, SLOTS, RAISE, BN, BT // 4, 0, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
+            STAGES, EARLY,
+        )  # fmt: skip
+    elif BT >= WIDE and count <= BT // 2:
+        _up_tile(
+            x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width,
+            inner, numbers, SLOTS, RAISE, BN, BT // 2, 0, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
             STAGES, EARLY,
         )  # fmt: skip
     else:
@@ -322,6 +337,16 @@ def down(
         _down_tile(
             hidden, factor, row, into, start, count, n, split, size, inner, rows,
             LOWER, BN, BT, BX, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, EARLY,
+        )  # fmt: skip
+    elif BT >= WIDE and count <= BT // 4:
+        _down_tile(
+            hidden, factor, row, into, start, count, n, split, size, inner, rows,
+            LOWER, BN, BT // 4, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, EARLY,
+        )  # fmt: skip
+    elif BT >= WIDE and count <= BT // 2:
+        _down_tile(
+            hidden, factor, row, into, start, count, n, split, size, inner, rows,
+            LOWER, BN, BT // 2, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, EARLY,
         )  # fmt: skip
     else:
         _down_tile(

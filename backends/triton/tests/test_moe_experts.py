@@ -162,6 +162,22 @@ def test_a_narrow_product_beside_the_tile(format):
     assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
 
 
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp8"])
+def test_items_of_every_width(format):
+    """Experts with a quarter of a wide tile's tokens, with a half, with nearly all, and with a few more."""
+    tile = Tile(128, 64)
+    ladder = ((float("inf"), Tuning(128, tile, tile, extra=16)),)
+    site = _site("bfloat16", format, 140, top_k_experts=4)
+    experts, (x, weights, _) = _experts(format), _inputs(140, torch.bfloat16)
+    ids = torch.full((140, 4), -1, dtype=torch.int32, device=DEVICE)
+    for expert, count in enumerate((140, 127, 60, 30)):
+        ids[:count, expert] = expert
+    weights = weights.nan_to_num(0.3)
+    kernel = module._kernel(site, ladder)
+    out = _run(kernel, x, weights, ids, kernel.prepare_weights(experts))
+    assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
+
+
 @pytest.mark.parametrize(("format", "shared"), [("bfloat16", "bfloat16"), ("mxfp8", "bfloat16"), ("mxfp8", "mxfp8")])
 def test_shared_expert(format, shared):
     """Every token's, with weight 1, in a format and of a size of its own; also where all routed pairs are absent."""
