@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from m3hal.ops import CORE, FUSED, ExpertLoRA, ExpertWeights, Operator, QKNorms, SeqMeta, load
+from m3hal.ops.sparse_decoder_layer import LayerWeights
 
 PAGE = Path(__file__).parents[1] / "docs" / "operators.md"
 
@@ -33,7 +34,7 @@ def page() -> str:
         parts.append(f"## {title}\n\n| operator | what it does | compared |\n|---|---|---|\n{rows}\n")
     parts.extend(_section(load(name)) for name in CORE + FUSED)
     parts.append("## What operators take besides tensors\n")
-    parts.extend(_structure(kind) for kind in (SeqMeta, ExpertWeights, ExpertLoRA, QKNorms))
+    parts.extend(_structure(kind) for kind in (SeqMeta, ExpertWeights, ExpertLoRA, QKNorms, LayerWeights))
     return "\n".join(parts)
 
 

@@ -185,9 +185,10 @@ def _insert_products(site: Site, actual: Named, oracle: Named, bounds: Bounds) -
         elif cache == name:
             scores.append(rows(name, tensor, oracle[name], bounds(name, "row")))
         else:
-            dim = site.head_dim if cache.startswith("kv") else site.index_dim
+            which = f"{cache.partition('.')[0]}.buf"  # every rank's cache has one bound
+            dim = site.head_dim if which == "kv.buf" else site.index_dim
             both = zip("kv", tensor.split(dim, -1), oracle[name].split(dim, -1), strict=False)  # type: ignore[no-untyped-call]
-            scores += [rows(f"{name}.{part}", a, b, bounds(f"{name}.{part}", "row")) for part, a, b in both]
+            scores += [rows(f"{which}.{part}", a, b, bounds(f"{which}.{part}", "row")) for part, a, b in both]
     return scores
 
 
