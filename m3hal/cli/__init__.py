@@ -1,7 +1,7 @@
 """The command line: ``m3hal COMMAND``, the same as ``python -m m3hal COMMAND``.
 
-Exit codes: 0 it passed, 1 it failed, 2 the request means nothing, 3 nothing supports it. Every command takes ``--json``
-and then prints one JSON object, errors included.
+Exit codes: 0 it passed, 1 it failed, 2 the request means nothing, 3 nothing supports it, 130 it was interrupted. Every
+command takes ``--json`` and then prints one JSON object, errors included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from m3hal.cli._parser import Parser
 from m3hal.cli._supervised import note_end
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError
 
-PASS, FAIL, USAGE, UNSUPPORTED = 0, 1, 2, 3
+PASS, FAIL, USAGE, UNSUPPORTED, INTERRUPTED = 0, 1, 2, 3, 130
 
 #: Each has HELP, add_arguments(parser) and run(arguments) -> exit code; the docstring is its long help.
 COMMANDS: dict[str, ModuleType] = {
@@ -78,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader left, as `m3hal ops | head` does; Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAIL
+    except KeyboardInterrupt:
+        if not arguments.is_command_line:
+            raise
+        print("m3hal: interrupted.", file=sys.stderr)
+        code = INTERRUPTED
     note_end(code)
     return code
 

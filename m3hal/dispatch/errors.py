@@ -30,8 +30,10 @@ class UnsupportedError(M3halError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` is a near miss of."""
-    return next(iter(difflib.get_close_matches(name, sorted(set(known)), n=1, cutoff=0.6)), None)
+    """The known name that ``name`` is a near miss of, or a spelling with other capitals."""
+    names = sorted(set(known))
+    same = [one for one in names if one.casefold() == name.casefold()]
+    return next(iter([*same, *difflib.get_close_matches(name, names, n=1, cutoff=0.6)]), None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -9,8 +9,8 @@
     backend = "amd,reference"
     min_level = "contract"
 
-Of a carrier, a device's own table comes before a pattern's, the longer pattern before the shorter, and every table
-before the keys outside of tables.
+Of a carrier, a device's own table comes before a pattern's, the longer pattern before the shorter, of two as long the
+first, and every table before the keys outside of tables.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _check_pattern(pattern: str, carrier: str) -> None:
     meant = None
     if kind in _ARCHITECTURES:
         form, example = _ARCHITECTURES[kind]
-        if _WILD.search(architecture) or form.fullmatch(architecture):
+        if form.fullmatch(architecture) or _may_match(architecture, example.partition(":")[2]):
             return
         meant = example
     else:
@@ -94,5 +94,12 @@ def _check_pattern(pattern: str, carrier: str) -> None:
         if likely is None and colon and architecture:
             return
         meant = f"{likely}:{architecture}" if likely in _ARCHITECTURES and architecture else likely
-    hint = f" Did you mean {meant!r}?" if meant else did_you_mean(pattern, [e for _, e in _ARCHITECTURES.values()])
+    hint = f" Did you mean {meant!r}?" if meant else did_you_mean(pattern, ["cpu", *(e for _, e in _ARCHITECTURES.values())])
     raise ConfigurationError(f"{pattern!r} in {KEY!r} from {carrier} is no device.{hint}")
+
+
+def _may_match(pattern: str, example: str) -> bool:
+    """Whether an architecture that is called like the example, ``sm_90``, can match a pattern with wildcards."""
+    before = _WILD.split(pattern)[0]
+    stem = example.rstrip("0123456789")
+    return before != pattern and ":" not in pattern and (before.startswith(stem) or stem.startswith(before))

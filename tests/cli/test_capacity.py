@@ -109,6 +109,7 @@ def test_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("--gpu B300x4 --parallel pp4", "--parallel pp4 must be tp, tep or dep and a number of GPUs, e.g. dep4."),
         ("--gpu B300x4 --parallel dep3", "4 GPUs can't be divided into groups of 3 for dep3."),
         ("--gpu B300x4 --kv nvfp5", "--kv nvfp5 is no cache format. Did you mean 'nvfp4'?"),
+        ("--gpu B300x4 --kv FP8", "--kv FP8 is no cache format. Did you mean 'fp8'?"),
         ("--gpu B300x4 --kv mxfp4", "no cache holds mxfp4 values"),
         ("--gpu B300x4 --context long", "--context long must be a number of tokens"),
         ("--gpu B300x4 --utilization 90", "--utilization 90.0 must be above 0 and at most 1."),

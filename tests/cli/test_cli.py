@@ -274,6 +274,19 @@ def test_no_command_lists_the_commands(run: Any, monkeypatch: pytest.MonkeyPatch
     assert main() == 2
 
 
+def test_an_interrupt_is_no_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command line ends with 130, as shells tell it; a program that calls main keeps its Ctrl-C."""
+
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMANDS["devices"], "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["m3hal", "devices"])
+    assert main() == 130
+    with pytest.raises(KeyboardInterrupt):
+        run("devices")
+
+
 @pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("fp32", "float32")])
 def test_explain_takes_short_names_of_dtypes(run: Any, short: str, long: str) -> None:
     """The plan is that of the whole name."""

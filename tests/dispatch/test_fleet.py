@@ -98,6 +98,9 @@ def test_a_plan_takes_the_table_of_its_device(shape: ModelShape) -> None:
         ({"cudda:sm_90": {}}, "Did you mean 'cuda:sm_90'"),
         ({"gaudi2": {}}, "Did you mean 'hpu:gaudi2'"),
         ({"default": {}}, "is no device"),
+        ({"cuda:sm9*": {}}, "'cuda:sm9\\*' in 'devices' from the API is no device. Did you mean 'cuda:sm_90'"),
+        ({"hip:*:*": {}}, "Did you mean 'hip:gfx950'"),
+        ({"CPU": {}}, "Did you mean 'cpu'"),
         ({"cpu": {"bakend": "acme"}}, "'bakend' from devices.'cpu' of the API is no key.* Did you mean 'backend'"),
         ({"hip:gfx950": {"min_level": "hardwear"}}, "Did you mean 'hardware'"),
         ({"cpu": {"devices": {}}}, "put its tables one level up"),
@@ -109,6 +112,20 @@ def test_slips_are_refused_on_every_machine(tables: Any, message: str) -> None:
     """Also in the table of a device that is not here."""
     with pytest.raises(ConfigurationError, match=message):
         Policy.resolve({"devices": tables}, environ={})
+
+
+@pytest.mark.parametrize("pattern", ["cuda:*", "cuda:sm_1*", "cuda:sm_?0", "cuda:s*", "hpu:gaudi[23]", "*", "*:sm_90"])
+def test_patterns_that_a_device_may_match(pattern: str) -> None:
+    """Wildcards anywhere in an architecture whose beginning is right."""
+    Policy.resolve({"devices": {pattern: {}}}, environ={})
+
+
+def test_of_two_patterns_as_long_the_first_wins() -> None:
+    """The file decides, and what it hides is told."""
+    tables = {"cuda:sm_9?": {"backend": "acme"}, "cuda:sm_?0": {"backend": "reference"}}
+    policy = Policy.resolve({"devices": tables}, environ={}).on("cuda:sm_90")
+    assert policy.backend == "acme"
+    assert "over 'reference' from devices.'cuda:sm_?0'" in policy.told("backend")
 
 
 def test_a_third_partys_device_may_have_a_table() -> None:
