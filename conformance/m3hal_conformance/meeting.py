@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from m3hal.ops._group import Alone
 from m3hal_conformance.checks import _same, check
 from m3hal_conformance.compare import Score
 from m3hal_conformance.ranks import PerRank, rank_count
@@ -33,3 +34,10 @@ def exchanged_ranks(trial: Trial) -> list[Score]:
     ends = torch.tensor([0, *(len(x) for x in trial.inputs["x"])]).cumsum(0).tolist()
     rows: list[Tensor] = [torch.arange(ends[rank], ends[rank + 1]) for rank in reversed(range(count))]
     return trial.require(trial.call(inputs).outputs, "with the ranks' tokens exchanged", torch.cat(rows))
+
+
+@check
+def group_of_one(trial: Trial) -> None:
+    """A group of one rank is one rank alone: the bits are those of a call without a group."""
+    alone = trial.call({**trial.inputs, "group": Alone()}).outputs
+    _same(trial.first.outputs, alone, "with a group of one rank the result differs from one without a group")

@@ -103,6 +103,21 @@ def _alone(rng: Rng, site: Site) -> Inputs:
     return {**inputs, "experts": zeros}
 
 
+def _cancelling(rng: Rng, site: Site) -> Inputs:
+    """The adapters undo the first product, all but a sixteenth: either rounded to bf16 before they meet would show.
+
+    Every number of the adapters has few bits, so that operands of matrix units lose none.
+    """
+    inputs = _inputs(9, _hot)(rng, site)
+    whole = rng.integers(-8, 9, EXPERTS, 2 * INNER, HIDDEN) / 8.0
+    eye = torch.eye(HIDDEN).expand(1, EXPERTS, -1, -1)
+    none = torch.zeros(1, EXPERTS, HIDDEN, INNER), torch.zeros(1, EXPERTS, HIDDEN, HIDDEN)
+    factors = [factor.to(dtype_of(site)).contiguous() for factor in (eye, whole[None] * (-15 / 16), *none)]
+    lora = ExpertLoRA(*factors, torch.ones(1), torch.zeros(9, dtype=torch.int32))
+    experts = replace(inputs["experts"], w13=whole.to(dtype_of(site)))
+    return {**inputs, "experts": experts, "lora": lora}
+
+
 def _beside_shared(rng: Rng, site: Site) -> Inputs:
     """The shared expert has no adapter."""
     inputs = _inputs(17, _hot)(rng, site)
@@ -162,6 +177,7 @@ def _cases() -> list[Case]:
         *q("absent_expert", _absent, bugs=("F29",), quick=True),
         *q("alone", _alone, hidden_size=256, intermediate_size=96, input_class="lora_alone", bugs=("F05",),
            quick=True),
+        *q("cancelling", _cancelling, HIDDEN, input_class="lora_cancelling", bugs=("F73",), checks=LIGHT, quick=True),
         *q("beside_shared", _beside_shared, also=("permuted_rows", "expert_slices"), quick=True, **shared),
         *q("bad_token", _bad_token, bugs=("F28",), quick=True),
         *q("one_adapter", _inputs(9, _hot, 1), checks=LIGHT),

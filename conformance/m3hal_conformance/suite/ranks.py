@@ -103,7 +103,7 @@ def _reduce() -> list[Case]:
         return ask("allreduce_add_rms_norm", name, make, kind="sparse_attention", **options)
 
     return [
-        *q("alone", _alone, also=(), hidden_size=H, quick=True, bugs=("F73",)),
+        *q("alone", _alone, also=("group_of_one",), hidden_size=H, quick=True, bugs=("F73",)),
         *q("ranks_2", _shares(2, 7), quick=True, bugs=("F73",)),
         *q("ranks_3", _shares(3, 7), quick=True),
         *q("ranks_4_real", _shares(4, 7, H), hidden_size=H, bugs=("F73",)),
@@ -151,6 +151,16 @@ def _nowhere(rng: Rng, rank: int, tokens: int) -> Tensor:
     return torch.full((tokens, K), -1, dtype=torch.int32)
 
 
+def _of_many(rng: Rng, rank: int, tokens: int) -> Tensor:
+    """Distinct experts of 80, the last one among them."""
+    return torch.stack([torch.cat([rng.permutation(79)[: K - 1], torch.tensor([79])]) for _ in range(tokens)]).int()
+
+
+def _pair_of(first: int, second: int) -> Routing:
+    """These two experts alone."""
+    return lambda rng, rank, tokens: torch.tensor([-1, first, -1, second], dtype=torch.int32).repeat(tokens, 1)
+
+
 def _bank(rng: Rng, site: Site, format: str) -> ExpertWeights:
     """All experts, and a shared one that adds about as much as they do."""
 
@@ -160,12 +170,12 @@ def _bank(rng: Rng, site: Site, format: str) -> ExpertWeights:
         return w13, w2
 
     shared = ExpertWeights(*drawn(1)) if site.shared_intermediate_size else None
-    return ExpertWeights(*drawn(EXPERTS), shared=shared)
+    return ExpertWeights(*drawn(site.num_experts), shared=shared)
 
 
 def _slices(bank: ExpertWeights, ranks: int) -> PerRank:
     """Each rank's experts, and the shared one on every rank."""
-    step = EXPERTS // ranks
+    step = len(bank.w13) // ranks
     parts = [slice(rank * step, (rank + 1) * step) for rank in range(ranks)]
     return PerRank(replace(bank, w13=bank.w13[own], w2=bank.w2[own]) for own in parts)
 
@@ -209,6 +219,23 @@ def _unused_are_nan(inputs: Inputs) -> Mapping[str, Any]:
     return {}
 
 
+def _cancelling(first: int, second: int) -> Make:
+    """One expert undoes the other, all but a sixteenth: either rounded before they are summed would show."""
+    spread = _spread((5, 4), _pair_of(first, second))
+
+    def make(rng: Rng, site: Site) -> Inputs:
+        inputs = spread(rng, site)
+        count = site.num_local_experts
+        one, other = (inputs["experts"][expert // count] for expert in (first, second))
+        other.w13[second % count] = one.w13[first % count]
+        other.w2[second % count] = -one.w2[first % count]
+        for weights in inputs["weights"]:
+            weights[:, 1], weights[:, 3] = 1.0625, 1.0
+        return inputs
+
+    return make
+
+
 def _seen_through(inputs: Inputs) -> Mapping[str, Any]:
     """Strided rows, weights and ids."""
     wide = [torch.full((len(ids), 2 * K), 77, dtype=torch.int32) for ids in inputs["ids"]]
@@ -244,7 +271,7 @@ def _mega() -> list[Case]:
     routed: dict[str, Any] = {"shared_intermediate_size": 0, "shared_format": ""}
     uneven = _spread((5, 0, 9, 2))
     return [
-        *q("alone", _spread((9,)), 1, quick=True),
+        *q("alone", _spread((9,)), 1, also=("group_of_one",), quick=True),
         *q("alone_routed", _spread((17,), _hot), 1, **routed),
         *q("ranks_2", _spread((9, 9)), 2, bugs=("F43",), **three),
         *q("uneven", uneven, 4, bugs=("F31", "F43"), **three),
@@ -259,6 +286,10 @@ def _mega() -> list[Case]:
         *q("bad_token", _changed(_spread((3, 5)), _bad_token), 2, bugs=("F28", "F32"), **three),
         *q("unused_are_nan", _changed(_spread((4, 4), _elsewhere), _unused_are_nan), 2, bugs=("F29",), quick=True),
         *q("strided", _changed(_spread((5, 3)), _seen_through), 2, bugs=("F65",), quick=True, **routed),
+        *q("cancelling", _cancelling(1, 6), 2, input_class="cancelling", bugs=("F73",), quick=True, **routed),
+        *q("cancelling_here", _cancelling(1, 2), 2, input_class="cancelling_here", bugs=("F73",), quick=True, **routed),
+        *q("experts_80", _spread((5, 3), _of_many), 2, num_experts=80, num_local_experts=40, checks=LIGHT),
+        *q("tokens_320", _spread((290, 30), _hot), 2, checks=LIGHT, bugs=("F68",)),
         *q("other_constants", _spread((4, 3)), 2, alpha=0.5, beta=0.0, limit=1.0, bugs=("F04", "F02")),
         *q("one_token", _spread((0, 1)), 2, bugs=("F32",), quick=True),
         *q("no_token", _spread((0, 0)), 2, bugs=("F30",), quick=True),
