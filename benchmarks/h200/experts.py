@@ -100,7 +100,7 @@ def fused_triton(experts: ExpertWeights, config: dict[str, int] | None) -> Calla
     return run
 
 
-def _quantised(A: torch.Tensor, A_scale: object, quant_dtype: object, **_: object) -> tuple[object, object]:  # noqa: N803
+def _quantised(A: torch.Tensor, A_scale: object, quant_dtype: object, **_: object) -> tuple[object, object]:
     """What the peer's experts quantise their inputs with, by its names: its CUDA operator, a scale for each row."""
     if quant_dtype is None:
         return A, A_scale
