@@ -18,6 +18,9 @@ from m3hal.ops import NAMES
 #: A carrier's name, as reasons tell it, and its keys.
 Carrier = tuple[str, dict[str, Any]]
 
+#: Keys that decide no plan, so that they may stand beside "plan".
+BESIDE_A_PIN = ("plan", "export_plan", "fingerprint", *WATCH_KEYS)
+
 #: The carrier of what nobody set.
 DEFAULT = "the default"
 

@@ -10,7 +10,7 @@
     min_level = "contract"
 
 Of a carrier, a device's own table comes before a pattern's, the longer pattern before the shorter, of two as long the
-first, and every table before the keys outside of tables.
+first, and every table before the keys outside of tables. What pins a plan hides the keys behind it that would decide it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,17 @@ def for_device(sources: Sequence[Carrier], device: str | None) -> list[Carrier]:
     found: list[Carrier] = []
     for name, values in sources:
         tables = values.get(KEY, {}) if device is not None else {}
-        found += [(_told(name, pattern), dict(tables[pattern])) for pattern in _matching(tables, device or "")]
-        found.append((name, {key: value for key, value in values.items() if key != KEY}))
+        own = [(_told(name, pattern), dict(tables[pattern])) for pattern in _matching(tables, device or "")]
+        found += _pinned([*own, (name, {key: value for key, value in values.items() if key != KEY})])
     return found
+
+
+def _pinned(tables: list[Carrier]) -> list[Carrier]:
+    """One carrier's, without what stands behind a table that pins a plan: that decides all that the others would."""
+    pins = [bool(table.get("plan")) for _, table in tables]
+    first = pins.index(True) if True in pins else len(tables)
+    behind = [(name, {k: v for k, v in table.items() if k in carriers.BESIDE_A_PIN}) for name, table in tables]
+    return [*tables[: first + 1], *behind[first + 1 :]]
 
 
 def check(sources: Sequence[Carrier]) -> None:
@@ -94,7 +102,8 @@ def _check_pattern(pattern: str, carrier: str) -> None:
         if likely is None and colon and architecture:
             return
         meant = f"{likely}:{architecture}" if likely in _ARCHITECTURES and architecture else likely
-    hint = f" Did you mean {meant!r}?" if meant else did_you_mean(pattern, ["cpu", *(e for _, e in _ARCHITECTURES.values())])
+    known = ["cpu", *(example for _, example in _ARCHITECTURES.values())]
+    hint = f" Did you mean {meant!r}?" if meant else did_you_mean(pattern, known)
     raise ConfigurationError(f"{pattern!r} in {KEY!r} from {carrier} is no device.{hint}")
 
 

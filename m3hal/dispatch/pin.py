@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from m3hal._files import parsed, write_whole
-from m3hal.dispatch import watch
+from m3hal.dispatch.carriers import BESIDE_A_PIN
 from m3hal.dispatch.differences import differences, layouts, servers
 from m3hal.dispatch.errors import ConfigurationError, M3halError
 from m3hal.dispatch.plans import Plan
@@ -86,8 +86,7 @@ def _shapeless(data: Any) -> str | None:
 def load(policy: Policy) -> Pin:
     """The plan that a policy pins. It brings its own policy, so no other key that decides it may be set beside it."""
     assert policy.pinned is not None
-    free = ("plan", "export_plan", "fingerprint", *watch.KEYS)
-    beside = [k for k, origin in policy.origins.items() if k not in free and not origin.is_default]
+    beside = [k for k, origin in policy.origins.items() if k not in BESIDE_A_PIN and not origin.is_default]
     if beside:
         where = policy.origins[beside[0]].carrier
         raise ConfigurationError(f"'plan' pins every choice; remove {beside[0]!r} from {where}, or 'plan'.")

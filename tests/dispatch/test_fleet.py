@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from m3hal.dispatch import ConfigurationError, Policy, plan
+from m3hal.dispatch import ConfigurationError, Policy, pin, plan
 from m3hal.shape import ModelShape
 
 FLEET = """
@@ -126,6 +126,23 @@ def test_of_two_patterns_as_long_the_first_wins() -> None:
     policy = Policy.resolve({"devices": tables}, environ={}).on("cuda:sm_90")
     assert policy.backend == "acme"
     assert "over 'reference' from devices.'cuda:sm_?0'" in policy.told("backend")
+
+
+def test_a_table_may_pin_what_others_leave_open(shape: ModelShape, tmp_path: Path) -> None:
+    """A plan in a device's table hides the wider keys of its file, and is none where a narrower table says so."""
+    pinned = plan(shape, "cpu", Policy.resolve({"backend": "reference"}, environ={}))
+    path = str(tmp_path / "plan.json")
+    pin.export(pinned, path)
+    tables = {"backend": "auto", "min_level": "hardware", "mode": "shadow", "devices": {"cpu": {"plan": path}}}
+    policy = Policy.resolve(tables, environ={}).on("cpu")
+    assert plan(shape, "cpu", policy).fingerprint == pinned.fingerprint
+    assert policy.watch.mode == "shadow"
+    assert Policy.resolve(tables, environ={}).on("hip:gfx950").min_level == "hardware"
+    narrow = {"plan": path, "devices": {"cpu": {"plan": "", "backend": "reference"}}}
+    assert not Policy.resolve(narrow, environ={}).on("cpu").pinned
+    both = {"plan": path, "devices": {"cpu": {"backend": "reference"}}}
+    with pytest.raises(ConfigurationError, match=r"'plan' pins every choice; remove 'backend' from devices\.'cpu'"):
+        plan(shape, "cpu", Policy.resolve(both, environ={}))
 
 
 def test_a_third_partys_device_may_have_a_table() -> None:
