@@ -10,7 +10,7 @@
     min_level = "contract"
 
 Of a carrier, a device's own table comes before a pattern's, the longer pattern before the shorter, of two as long the
-first, and every table before the keys outside of tables. What pins a plan hides the keys behind it that would decide it.
+first, and every table before the keys outside of tables. What pins a plan hides the keys that it stands before.
 """
 
 from __future__ import annotations
