@@ -28,6 +28,7 @@ OP = "select_blocks"
 #: 0, 1, 4, 15, 16, 17 and more visible blocks; ragged queries, one request without any
 AROUND: Lengths = [(1, 0), (1, 1), (2, 385), (1, 1920), (1, 2048), (1, 2049), (0, 300), (3, 3000), (2, 4096)]
 ALONE = (*LIGHT, "one_rank")
+_Options = dict[str, Any]
 
 
 def _among(ranks: int, make: Any) -> Callable[..., Inputs]:
@@ -57,10 +58,10 @@ def _question(ranks: int, name: str, make: Any, also: tuple[str, ...] = (), **op
 
 
 def _plain() -> list[Case]:
-    q, ramp, narrow = _question, {"input_class": "ramp"}, {"dtypes": ("bfloat16",)}
+    q, ramp, narrow = _question, _Options(input_class="ramp"), _Options(dtypes=("bfloat16",))
     short: Lengths = [(1, 256), (1, 100), (3, 3)]
-    forced = {"init_blocks": 1, "local_blocks": 2}
-    around = {"bugs": ("F20", "F21"), "quick": True}
+    forced = _Options(init_blocks=1, local_blocks=2)
+    around = _Options(bugs=("F20", "F21"), quick=True)
     return [
         *q(4, "around_k", _needles(AROUND), also=("stale",), **around),
         *[case for ranks in (2, 3, 8) for case in q(ranks, "around_k", _needles(AROUND), **around, **narrow)],
@@ -79,6 +80,7 @@ def _plain() -> list[Case]:
         *q(4, "page_64", _needles([(2, 2500), (1, 129)]), page_size=64, bugs=("F25",)),
         *q(4, "tp4", _needles([(2, 2500)]), tensor_parallel=4, bugs=("F67",)),
         *q(4, "blocks_129", _needles([(1, 129 * 128), (2, 8200)]), max_context=1 << 15, bugs=("F15",), **narrow),
+        *q(4, "blocks_260", _with([(1, 260 * 128)], _ramp), max_context=1 << 16, bugs=("F15",), **ramp, **narrow),
         *q(2, "padded_only", _needles([(1, 0), (1, 0)], max_k=256), bugs=("F14",)),
         *q(4, "no_token", _needles([(0, 128)]), bugs=("F30",), quick=True),
     ]  # fmt: skip

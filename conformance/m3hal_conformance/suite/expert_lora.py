@@ -145,7 +145,7 @@ def _views(rng: Rng, site: Site) -> Inputs:
         every_other(lora.b13, 0),
         every_other(lora.a2, 1),
         column_major(lora.b2),
-        every_other(torch.tensor([0.53, -1.47, 1.09]), 0),
+        every_other(torch.tensor([0.53, -1.47, 3.09]), 0),
         every_other(torch.where(lora.adapters < 0, -5, lora.adapters), 0),
     )
     return {**inputs, "lora": views}

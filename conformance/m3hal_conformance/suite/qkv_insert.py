@@ -12,6 +12,7 @@ from torch import Tensor
 from m3hal.shape import Site
 from m3hal_conformance.case import Case, Inputs, Make, MakeIn, Rng, dtype_of
 from m3hal_conformance.suite._build import LIGHT, ask, column_major, every_other, in_wide_row, spikes
+from m3hal_conformance.suite._paged import empty, index_layout
 from m3hal_conformance.suite.insert import BOTH, POSITIONS, SLOTS, P
 from m3hal_conformance.suite.insert import _inputs as insert
 from m3hal_conformance.suite.quantised import STORED, _stored
@@ -99,6 +100,13 @@ def _wide_input(rng: Rng, site: Site) -> Inputs:
     return {**inputs, "x": in_wide_row(inputs["x"])}
 
 
+def _apart(rng: Rng, site: Site) -> Inputs:
+    """An index cache of more pages than the main one; slots below -1, never the same tokens' in both."""
+    slots, others = [127, -2, -9, 3 * P, -P, 5], [10 * P + 3, 4, -3, -P - 1, 9, 8 * P]
+    inputs = _inputs(slots, POSITIONS[:6], index_slots=others)(rng, site, "hnd")
+    return {**inputs, "index_cache": empty(index_layout(site, "hnd"), 11, rng)}
+
+
 def _with_stored(format: str, make: MakeIn) -> Make:
     def stored(rng: Rng, site: Site) -> Inputs:
         inputs = make(rng, site, "hnd")
@@ -124,6 +132,7 @@ def _plain() -> list[Case]:
         *_both("block_outer", _inputs(SLOTS, POSITIONS, outer=3), bugs=("F64",)),
         *_both("dense_layer", usual, kind="dense_attention", quick=True),
         *q("own_index_slots", _inputs(SLOTS, POSITIONS, index_slots=OTHER), bugs=("F24",), quick=True),
+        *q("slots_apart", _apart, bugs=("F29",), checks=LIGHT, quick=True),
         *q("spiked", _many(12, _spiked), quick=True, input_class="spiked"),
         *q("cancels", _inputs(SLOTS, POSITIONS, _large_middle), quick=True, input_class="cancels"),
         *q("scaled_heads", _inputs(SLOTS, POSITIONS, _scaled_heads), bugs=("F75",), quick=True),
