@@ -56,11 +56,10 @@ def _nesting(site: Site) -> str | None:
 
 #: fp16's largest number, less what rounding may add
 _HALF = 60000
-_PACKED = ("mxfp4", "nvfp4")
 
 
 def experts(site: Site) -> str | None:
-    """Plain weights are of the activations' dtype; stored ones of routed and shared experts walk K in one order."""
+    """Plain weights are of the activations' dtype; hidden activations stay in fp16's range where weights are stored."""
     shared = site.shared_format if site.shared_intermediate_size else ""
     for name, format in (("weight_format", site.weight_format), ("shared_format", shared)):
         if format in ("float32", "bfloat16") and format != site.dtype:
@@ -68,8 +67,6 @@ def experts(site: Site) -> str | None:
     if site.dtype == "float32":
         return None
     stored = [format for format in (site.weight_format, shared) if format not in ("", "bfloat16")]
-    if len({format in _PACKED for format in stored}) > 1:
-        return f"weight_format {site.weight_format} and shared_format {shared} take activations in different orders"
     if stored and site.limit * (site.limit + abs(site.beta)) > _HALF:
         return f"limit {site.limit} lets hidden activations leave fp16, in which products of stored weights run"
     return None

@@ -142,8 +142,8 @@ class _Run:
             return tl.float32
         return tl.bfloat16 if format in PLAIN_FORMATS else tl.float16
 
-    def _tuning(self, pairs: int) -> Tuning:
-        return next(tuning for most, tuning in self._ladder if pairs <= most * self._experts)
+    def _tuning(self, pairs: int, experts: int = 0) -> Tuning:
+        return next(tuning for most, tuning in self._ladder if pairs <= most * (experts or self._experts))
 
     def _splits(self, pairs: int, tile: Tile, rows: int, size: int) -> int:
         """Parts of K, so that few experts still fill the GPU."""
@@ -278,13 +278,24 @@ class _Run:
             x, x.stride(), wide, memory.find("x_factor", torch.float32, -1), ids, ids.stride(), batch.order,
             batch.items, batch.total, positions, counts, tokens, pairs, sorters, x.shape[1], padded,
             **same, ALL=max(power_of_two_above(pairs), 16) if is_alone else 0,
-            WIDE=power_of_two_above(max(padded, 64)), FOUR_BIT=self._stored in ("mxfp4", "nvfp4"), EARLY=early,
+            WIDE=power_of_two_above(max(padded, 64)), FOUR_BIT=_is_packed(self._stored), EARLY=early,
             num_warps=8, **after(early),
         )  # fmt: skip
         if not is_alone:
             align.scatter[(sorters,)](
                 ids, ids.stride(), positions, counts, batch.order, batch.items, batch.total, pairs, num_warps=8, **same
             )
+
+    def _convert(self, batch: _Batch, memory: _Memory, format: str) -> None:
+        """Tokens once more, in the order of another format's products; the routed experts have read theirs."""
+        x, wide = batch.x, memory.take("wide", torch.float16, len(batch.x), -1)
+        numbers = memory.take("numbers", torch.int32, -1)
+        align.begin[(len(x),)](
+            x, x.stride(), wide, memory.take("x_factor", torch.float32, -1), batch.ids, batch.ids.stride(), batch.order,
+            batch.items, batch.total, batch.order, numbers, len(x), 0, 0, x.shape[1], wide.shape[1],
+            SLOTS=self._slots, EXPERTS=16, PAIRS=align.PAIRS, MOST=16, ALL=0, WIDE=power_of_two_above(wide.shape[1]),
+            FOUR_BIT=_is_packed(format), EARLY=False, num_warps=8,
+        )  # fmt: skip
 
     def _common(self, batch: _Batch, matrix: Matrix, tile: Tile, splits: int) -> dict[str, Any]:
         """Launch arguments that both products take."""
@@ -343,8 +354,10 @@ class _Run:
         if experts.shared is None:
             return None
         tokens, format = len(batch.x), packing.format_of_matrix(experts.shared.w13, batch.x)
-        compute = self._compute(format)
+        compute, tuning = self._compute(format), self._tuning(len(batch.x), 1)
         has_wide = compute == tl.float16
+        if has_wide and _is_packed(format) != _is_packed(self._stored):
+            self._convert(batch, memory, format)
         own = replace(
             batch,
             given=self._given(batch.x, memory, has_wide=has_wide),
@@ -355,9 +368,10 @@ class _Run:
             hidden=memory.take("shared_hidden", torch.float16 if has_wide else batch.x.dtype, tokens, -1),
             raw=None,
             parts=memory.take("shared_parts", torch.float32, 1, tokens, -1),
-            count=triton.cdiv(tokens, batch.tuning.most),
+            count=triton.cdiv(tokens, tuning.most),
             format=format,
             compute=compute,
+            tuning=tuning,
             slots=1,
             splits=(1, 1),
         )
@@ -394,6 +408,11 @@ def _round_rows(rows: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | 
     """E4M3 codes of rows and their scales. Rows that no token has hold what they held."""
     assert factor is not None
     quantize_rows(rows, QTensor(codes, QSpec("fp8_e4m3", ROW), factor[:, None]))
+
+
+def _is_packed(format: str) -> bool:
+    """Two codes to a byte, whose order of columns is another than that of bytes."""
+    return format in ("mxfp4", "nvfp4")
 
 
 def native(device: torch.device) -> bool:

@@ -15,6 +15,13 @@ from m3hal.formats import QTensor, nvfp4, spec_of
 from m3hal.ops import ExpertLoRA, ExpertWeights, load
 from m3hal.shape import MINIMAX_M3, ModelShape
 
+SHARED = [
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "nvfp4"),
+    ("mxfp8", "bfloat16"),
+    ("mxfp8", "mxfp8"),
+    ("mxfp8", "mxfp4"),
+]
 FORMATS = ("float32", "bfloat16", "fp8_e4m3", "mxfp8", "mxfp4", "nvfp4")
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 E, H, I = 6, 128, 96  # noqa: E741
@@ -178,7 +185,7 @@ def test_items_of_every_width(format):
     assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
 
 
-@pytest.mark.parametrize(("format", "shared"), [("bfloat16", "bfloat16"), ("mxfp8", "bfloat16"), ("mxfp8", "mxfp8")])
+@pytest.mark.parametrize(("format", "shared"), SHARED)
 def test_shared_expert(format, shared):
     """Every token's, with weight 1, in a format and of a size of its own; also where all routed pairs are absent."""
     site = _site("bfloat16", format, shared_intermediate_size=160, shared_format=shared)
