@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from m3hal_conformance.suite import all_cases
 from m3hal_conformance.tolerance import PATH, is_unbounded, key_of
 
 SEEDS = (0, 1, 2)
-EVALUATIONS = {
+EVALUATIONS: Mapping[str, Callable[..., Any]] = {
     **legitimate.EVALUATIONS,
     **legitimate_ranks.EVALUATIONS,
     "sparse_decoder_layer": legitimate_layer.sparse_decoder_layer,

@@ -52,7 +52,7 @@ def select_blocks(
     Raises:
         ValueError: with a group, when a page holds several blocks: no block table can name one of them.
     """
-    choice = {"top_k_blocks": top_k_blocks, "init_blocks": init_blocks, "local_blocks": local_blocks}
+    choice: Mapping[str, Any] = {"top_k_blocks": top_k_blocks, "init_blocks": init_blocks, "local_blocks": local_blocks}
     run = compose(
         block_scores=partial(block_scores, block_size=block_size, traits=traits),
         topk_blocks=partial(topk_blocks, **choice),

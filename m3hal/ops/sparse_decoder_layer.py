@@ -111,11 +111,15 @@ def sparse_decoder_layer(
         out [T, H], this rank's share of the experts' output, in x's dtype; and the residual [T, H] that it is added to,
         in residual's dtype, on every rank the same.
     """
-    norm = {"eps": eps, "weight_offset": weight_offset}
-    heads = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "num_index_heads": num_index_heads}
-    widths = {"head_dim": head_dim, "index_dim": index_dim, "rotary_dim": rotary_dim}
-    blocks = {"top_k_blocks": top_k_blocks, "init_blocks": init_blocks, "local_blocks": local_blocks}
-    routing = {"top_k_experts": top_k_experts, "renormalize": renormalize, "routed_scale": routed_scale}
+    norm: Mapping[str, Any] = {"eps": eps, "weight_offset": weight_offset}
+    heads: Mapping[str, Any] = {
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "num_index_heads": num_index_heads,
+    }
+    widths: Mapping[str, Any] = {"head_dim": head_dim, "index_dim": index_dim, "rotary_dim": rotary_dim}
+    blocks: Mapping[str, Any] = {"top_k_blocks": top_k_blocks, "init_blocks": init_blocks, "local_blocks": local_blocks}
+    routing: Mapping[str, Any] = {"top_k_experts": top_k_experts, "renormalize": renormalize}
     run = compose(
         allreduce_add_rms_norm=partial(reducing_norm.allreduce_add_rms_norm, **norm, traits=traits),
         qkv_norm_rope_insert=partial(projected.qkv_norm_rope_insert, **heads, **widths, **norm, traits=traits),
@@ -124,7 +128,7 @@ def sparse_decoder_layer(
             attention.sparse_attention, scale=scale, block_size=block_size, return_lse=False, traits=traits
         ),
         linear=partial(projection.linear, traits=traits),
-        route_topk=partial(router.route_topk, **routing),
+        route_topk=partial(router.route_topk, **routing, routed_scale=routed_scale),
         moe_experts=partial(experts_of_a_layer.moe_experts, alpha=alpha, beta=beta, limit=limit, traits=traits),
         num_local_experts=num_local_experts,
     )

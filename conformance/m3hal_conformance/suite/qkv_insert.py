@@ -41,7 +41,7 @@ def _inputs(slots: list[int], positions: list[int], edit: Edit = _as_they_are, *
 
 def _spiked(rng: Rng, site: Site, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Token t has its energy in columns 16 t to 16 t + 15: columns that a product leaves out are a token lost."""
-    return spikes(*x.shape, 16, rng), weight
+    return spikes(x.shape[0], x.shape[1], 16, rng), weight
 
 
 def _large_middle(rng: Rng, site: Site, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,9 +88,9 @@ def _many(count: int, edit: Edit = _as_they_are) -> Make:
 
 
 def _strided(rng: Rng, site: Site) -> Inputs:
-    """Hidden states and weights as parts of wider ones, positions and slots of every second element."""
+    """Hidden states and weights as parts of wider ones; positions, slots and angles of every second row."""
     inputs = _inputs(SLOTS, POSITIONS)(rng, site, "hnd")
-    apart = {name: every_other(inputs[name], 0) for name in ("positions", "slots", "index_slots")}
+    apart = {name: every_other(inputs[name], 0) for name in ("positions", "slots", "index_slots", "cos_sin")}
     return {**inputs, "x": in_wide_row(inputs["x"], 64, 8), "weight": column_major(inputs["weight"]), **apart}
 
 

@@ -19,7 +19,7 @@ from m3hal.ops import ExpertWeights, QKNorms
 from m3hal.ops.rope_partial import rope_table
 from m3hal.ops.sparse_decoder_layer import LayerWeights
 from m3hal.shape import Site
-from m3hal_conformance.case import Case, Inputs, MakeIn, Rng, dtype_of
+from m3hal_conformance.case import Case, Inputs, Rng, dtype_of
 from m3hal_conformance.inputs import Batch
 from m3hal_conformance.ranks import PerRank
 from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
@@ -29,7 +29,7 @@ from m3hal_conformance.suite.stored_caches import PAIRS, _formats_of, _in_map
 
 OP = "sparse_decoder_layer"
 HIDDEN, INNER, SHARED, EXPERTS = 128, 64, 96, 8
-SMALL = {
+SMALL: dict[str, Any] = {
     "tensor_parallel": 8, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_experts": EXPERTS,
     "num_local_experts": EXPERTS, "top_k_experts": 2, "top_k_blocks": 4, "shared_intermediate_size": SHARED,
     "shared_format": lambda dtype: dtype,
@@ -117,7 +117,7 @@ def _of(rng: Rng, site: Site, kind: str, held: Batch) -> Inputs:
     }
 
 
-def _inputs(lengths: Lengths, *, max_k: int = 0) -> MakeIn:
+def _inputs(lengths: Lengths, *, max_k: int = 0) -> Callable[..., Inputs]:
     def make(rng: Rng, site: Site, kind: str = "hnd") -> Inputs:
         return _of(rng, site, kind, requests(rng, lengths, site.page_size, max_k=max_k))
 
@@ -171,7 +171,7 @@ def _other(rng: Rng, site: Site) -> Inputs:
 
 
 def _plain() -> list[Case]:
-    q = partial(ask, OP, kind="sparse_layer")
+    q: Callable[..., list[Case]] = partial(ask, OP, kind="sparse_layer")
     constants = {
         "top_k_blocks": 5, "init_blocks": 1, "local_blocks": 2, "eps": 1e-3, "scale": 0.11, "alpha": 1.3, "beta": 0.5,
         "limit": 1.5, "routed_scale": 0.75, "renormalize": False, "weight_offset": 0.0, "rotary_dim": 32,
