@@ -20,9 +20,14 @@ FEW = 8
 #: columns of a token and of the weight that a program of few tokens holds at a time
 WIDEST = 8192
 #: (tokens up to which, tile's tokens at most, rows of the weight, depth; warps, stages)
-TILES = ((64, 64, 32, 64, 4, 4), (2048, 128, 64, 64, 8, 3), (float("inf"), 128, 64, 64, 8, 4))
-#: into how many parts the depth goes where the order of sums is to be one
-STEADY_PARTS = 8
+TILES = (
+    (16, 16, 32, 128, 4, 3),
+    (64, 64, 32, 64, 4, 4),
+    (2048, 128, 64, 64, 8, 3),
+    (float("inf"), 128, 64, 64, 8, 4),
+)
+#: where sums are to have one order: the tile of any number of tokens, and into how many parts the depth goes
+STEADY_TILE, STEADY_PARTS = TILES[1], 8
 #: columns of a thread of few tokens
 COLUMNS_PER_THREAD = 32
 
@@ -40,7 +45,7 @@ def gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, steady: bool 
             num_warps=max(1, min(16, columns // COLUMNS_PER_THREAD // 32)), **after(early),
         )  # fmt: skip
         return
-    tile = TILES[0] if steady else next(tile for tile in TILES if tokens <= tile[0])
+    tile = STEADY_TILE if steady else next(tile for tile in TILES if tokens <= tile[0])
     _, most, block_n, block_k, warps, stages = tile
     block_m = most if steady else min(most, max(16, power_of_two_above(tokens)))
     tiles, steps = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n), triton.cdiv(width, block_k)
