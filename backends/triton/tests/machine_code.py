@@ -146,8 +146,6 @@ def sources(target: str, case: str) -> dict[Name, tuple[ASTSource, dict[str, Any
         for value in vars(module).values():
             if isinstance(value, jit.JITFunction):
                 value.starting_line_number = 1  # part of its hash; where it stands decides no instruction
-            elif hasattr(value, "interpreted"):
-                value.interpreted = True  # a launcher that asks triton each time, and no driver
     found = {}
     for function, args, kwargs in launches(CASES[case]):
         made, options = source(function, args, dict(kwargs))
@@ -203,10 +201,11 @@ def main() -> None:
         for digest, entry in zip(todo, pool.imap(described, [first[digest] for digest in todo]), strict=True):
             facts[digest] = entry
             if arguments.record and len(facts) % SAVED == 0:
-                write(record | facts)
+                write(read() | facts)  # read again: another run may have written meanwhile
     if arguments.record:
         everything = not (arguments.targets or arguments.case)
-        write({digest: facts.get(digest) or record[digest] for digest in first} if everything else record | facts)
+        kept = read() | record | facts
+        write({digest: kept[digest] for digest in first} if everything else kept)
     for target, (case, kernel, digest) in met:
         entry, was = facts.get(digest) or record[digest], record.get(digest)
         told = entry | {"target": target, "case": case, "kernel": kernel, "compiled": digest in facts}
