@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from m3hal import ops
+from m3hal._files import write_whole
 from m3hal.cli.output import emit
 from m3hal.dispatch import Policy, devices, levels
 from m3hal.dispatch.devices import detect
@@ -58,7 +59,7 @@ def conform(options: argparse.Namespace) -> int:
         print("\n".join(case.id for case in cases))
         return 0
     runner.plan(cases[0].operator, cases[0].site, cases[0].layout)  # an unusable backend is an error, not 600 results
-    _check_writable(options)
+    check_writable(options, "json", "junit", "html")
     told = _waivers(options)
     waivers = concerning(told, runner.device)
     results = runner.run(cases, reports.Progress(len(cases)))
@@ -154,9 +155,9 @@ def _waivers(options: argparse.Namespace) -> tuple[Waiver, ...]:
         raise ConfigurationError(str(error)) from error
 
 
-def _check_writable(options: argparse.Namespace) -> None:
-    """Refuses, before anything runs, a file that could not be written when it is over."""
-    for option in ("json", "junit", "html"):
+def check_writable(options: argparse.Namespace, *named: str) -> None:
+    """Refuses, before anything runs, a file that could not be written when it is over. named: the options."""
+    for option in named:
         asked = getattr(options, option)
         if asked is None:
             continue
@@ -178,7 +179,7 @@ def _write(options: argparse.Namespace, claim: dict[str, object], results: Seque
     for path, text in texts:
         if path:
             try:
-                Path(path).write_text(text())
+                write_whole(path, text())
             except OSError as error:
                 raise M3halError(f"{path} can't be written: {error}.") from error
             print(f"wrote {path}", file=sys.stderr)

@@ -204,6 +204,14 @@ def test_a_wrong_output_is_exit_code_1(monkeypatch, capsys):
     assert "wrong" in capsys.readouterr().out
 
 
+def test_output_that_cannot_be_written_is_refused_first(monkeypatch, capsys, tmp_path):
+    """No row runs before the sentence, and the exit code is 2."""
+    monkeypatch.setattr("m3hal_conformance.bench.command.measure", lambda *_: pytest.fail("it ran"))
+    options = ["--device", "cpu", "--backend", "reference", "--op", "topk_blocks", "--check-only"]
+    assert main(["bench", *options, "--out", str(tmp_path / "none" / "x.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_fewer_than_five_runs_are_refused(capsys):
     """A median of three is none."""
     with pytest.raises(SystemExit) as ended:

@@ -345,7 +345,7 @@ def test_output_that_cannot_be_written_is_refused_first(tmp_path, monkeypatch, c
 def test_table_outlives_a_file_that_cannot_be_written(capsys, monkeypatch, tmp_path):
     """What a long run found is on the terminal even when the disk is full."""
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr("pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(full))
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(full))
     options = ["--case", "rms_norm/no_token", "--json", str(tmp_path / "claim.json")]
     assert main(["conform", "--backend", "reference", *options]) == 1
     told = capsys.readouterr()

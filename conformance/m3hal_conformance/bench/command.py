@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from m3hal._files import write_whole
 from m3hal.cli.output import emit
 from m3hal.dispatch import Policy
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
@@ -23,7 +24,7 @@ from m3hal_conformance.bench.rows import operators, rows
 from m3hal_conformance.bench.table import Measured
 from m3hal_conformance.bench.work import Row, Work, Wrong
 from m3hal_conformance.claim import environment
-from m3hal_conformance.command import device_of
+from m3hal_conformance.command import check_writable, device_of
 from m3hal_conformance.trial import Unsupported
 
 PEERS = ("vllm",)
@@ -32,6 +33,7 @@ PEERS = ("vllm",)
 def bench(options: argparse.Namespace) -> int:
     """Measures the rows and writes what was asked for. 0: all right, 1: an output was wrong or a call failed."""
     chosen = _chosen(options.op)
+    check_writable(options, "out", "png")
     if options.read:
         return _read(options)
     device = device_of(options.device)
@@ -58,7 +60,7 @@ def bench(options: argparse.Namespace) -> int:
     for row in _measured(made, picked, ceilings, runs, quiet=options.json):
         measured.append(row)
         if options.out:  # after each row: an interrupted run keeps what it has
-            Path(options.out).write_text(table.to_json(measured, machine, ceilings, command))
+            write_whole(options.out, table.to_json(measured, machine, ceilings, command))
     return _told(options, measured, table.to_json(measured, machine, ceilings, command), made, ceilings, absent)
 
 
