@@ -336,8 +336,43 @@ def prefill(peer):
                 h.row("sparse prefill", f"{case} {kind}", times, floor_us=floor, **errors)
 
 
+def host(peer):
+    """Microseconds of the host for choice and attention of one decode layer, eager, and the kernels launched."""
+    for tp, requests, format in ((1, 1, "bfloat16"), (4, 8, "bfloat16"), (1, 64, "bfloat16"), (1, 8, "fp8_e4m3")):
+        site = h.site(tp, format)
+        heads, groups, pages = site.num_index_heads, site.num_kv_heads, 2048
+        keys, kv = h.cache(pages, 1, False, format), h.cache(pages, groups, True, format)
+        (meta,) = h.metas(pages, requests, 1, 65536, 1)
+        index_q = torch.randn(requests, heads, 128, device=h.DEVICE, dtype=torch.bfloat16)
+        q = torch.randn(requests, site.num_q_heads, 128, device=h.DEVICE, dtype=torch.bfloat16)
+        ids = torch.empty(requests, heads, 16, dtype=torch.int32, device=h.DEVICE)
+        turned, out, other = (torch.empty_like(x) for x in (ids.transpose(0, 1).contiguous(), q, q))
+        select, attend = select_blocks.select_blocks(site), sparse_attention.sparse_attention(site)
+        (scratch, (plan,)), (work, (attend_plan,)) = prepare(select, [meta]), prepare(attend, [meta])
+        as_peer = (lambda x: x) if format == "bfloat16" else (lambda x: x.view(torch.float8_e4m3fn))
+        peer_keys, peer_kv = as_peer(keys.buf).view(-1, 128, 128), as_peer(kv.buf)
+        queries = index_q.to(peer_kv.dtype)
+
+        def ours():
+            select.run(index_q, keys, plan, ids, scratch)
+            attend.run(q, kv, ids, attend_plan, out, work)
+
+        def theirs():
+            peer.index.minimax_m3_index_decode(
+                queries, peer_keys, meta.block_table, meta.seq_lens, 65536, 16, 0, 1, heads, 1, 1, out=turned
+            )
+            peer.sparse.minimax_m3_sparse_attn_decode(
+                q, peer_kv, turned, meta.block_table, meta.seq_lens, groups, SCALE, other, 1, k_scale=kv.k_scale,
+                v_scale=kv.v_scale,
+            )  # fmt: skip
+
+        times = h.host({"vllm": theirs, "m3hal": ours})
+        launches = {f"launches_{name}": h.launches(call) for name, call in (("m3hal", ours), ("vllm", theirs))}
+        h.row(f"host decode {format}", f"TP{tp} B{requests} 64K", times, **launches)
+
+
 SECTIONS = {"select_decode": select_decode, "sparse_decode": sparse_decode, "prefill": prefill}
-SECTIONS["sparse_prefill_fp8"] = sparse_prefill_fp8
+SECTIONS |= {"sparse_prefill_fp8": sparse_prefill_fp8, "host": host}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +185,30 @@ def events(candidates: dict[str, Callable[[], object]]) -> dict[str, float]:
             torch.cuda._sleep(4_000_000)  # clock cycles, about 2 ms
             times[name].append(_event(function, 1))
     return {name: statistics.median(found) for name, found in times.items() if found}
+
+
+def host(candidates: dict[str, Callable[[], object]], calls: int = 100) -> dict[str, float]:
+    """Median microseconds that the host takes to enqueue a call, onto an idle GPU."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for function in candidates.values():
+        for _ in range(20):
+            function()
+    torch.cuda.synchronize()
+    for _ in range(0 if WARM else calls):
+        for name, function in candidates.items():
+            begin = time.perf_counter()
+            function()
+            times[name].append((time.perf_counter() - begin) * 1e6)
+            torch.cuda.synchronize()
+    return {name: statistics.median(found) for name, found in times.items() if found}
+
+
+def launches(function: Callable[[], object]) -> int:
+    """Kernels that a call launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
 def _event(function: Callable[[], object], times: int) -> float:

@@ -1,8 +1,8 @@
 """The selection rule, shared by every kernel that ranks blocks: threshold search instead of sorting.
 
 Scores become integers in the order of the rule (forced, then by score, NaN last, absent never); a binary search finds
-the k-th largest; everything above it is chosen, and of the equal ones the first. Candidates come in ascending order of
-their ids, so a running count gives each chosen one its place and the result is ascending without a sort.
+the k-th largest; everything above it is chosen, and of the equal ones the first. Candidates are numbered in ascending
+order of their ids, so a running count gives each chosen one its place and the result is ascending without a sort.
 """
 
 from __future__ import annotations
@@ -20,55 +20,57 @@ NO_LIMIT = tl.constexpr(2**31 - 1)
 @triton.jit
 def order_key(scores, forced, present):
     """fp32 scores as int32 order keys; equal scores (also -0.0 and 0.0) have equal keys."""
-    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(scores != scores, NAN, key)
     key = tl.where(forced, FORCED, key)
     return tl.where(present, key, ABSENT)
 
 
 @triton.jit
-def _tighter(key, wanted, low, high):
-    """A higher bound that at least ``wanted`` keys still reach: as many groups of keys have a maximum that reaches it.
+def place(key, wanted):
+    """Where each candidate of key [C, L, E] goes among the ``wanted`` chosen; -1 for one that is not chosen.
 
-    A lane's keys are a group, so a step of this search costs an instruction or two where one over all keys costs two a
-    key. Where fewer groups than wanted reach ``low``, it stays.
+    Candidate (c, l, e) is number (l * C + c) * E + e: l is a thread, which holds neighbours and counts them by itself.
     """
-    LANES: tl.constexpr = 32
-    EACH: tl.constexpr = 4 if key.shape[0] >= 128 else key.shape[0] // LANES
-    best = tl.max(tl.max(tl.reshape(key, (key.shape[0] // (LANES * EACH), LANES, EACH)), 2), 0)
-    reached = tl.sum((best >= low).to(tl.int32), 0)
+    high = tl.max(tl.max(tl.max(key, 2), 0), 0) + 1  # fewer than wanted reach it
+    least = tl.min(tl.min(tl.min(tl.where(key == ABSENT, NO_LIMIT, key), 2), 0), 0)
+    low = tl.minimum(least, high - 1)  # at least wanted reach it
+    reached = _count(key >= low)
     while (reached > wanted) & (low < high - 1):
         middle = (low & high) + ((low ^ high) >> 1)
-        count = tl.sum((best >= middle).to(tl.int32), 0)
+        count = _count(key >= middle)
         if count >= wanted:
             low = middle
             reached = count
         else:
             high = middle
-    return low
+    if reached == wanted:
+        chosen = (key >= low) & (key != ABSENT)
+        places = _running(chosen.to(tl.int32)) - 1
+    else:  # equal ones at the limit
+        above = key > low
+        equal = (key == low) & (key != ABSENT)
+        # one running count for both: the above in the high half, the equal in the low half
+        counts = _running(above.to(tl.int32) * 65536 + equal.to(tl.int32))
+        spare = wanted - _count(above)
+        equals_before = counts & 0xFFFF
+        chosen = above | (equal & (equals_before <= spare))
+        places = (counts >> 16) + tl.minimum(equals_before, spare) - 1
+    return tl.where(chosen, places, -1)
 
 
 @triton.jit
-def place(key, wanted):
-    """Where each candidate of key [N] goes among the ``wanted`` chosen; -1 for one that is not chosen."""
-    high = tl.max(key, 0) + 1  # fewer than wanted reach it
-    low = tl.minimum(tl.min(tl.where(key == ABSENT, NO_LIMIT, key), 0), high - 1)  # at least wanted reach it
-    low = _tighter(key, wanted, low, high)
-    reached = tl.sum((key >= low).to(tl.int32), 0)
-    while (reached > wanted) & (low < high - 1):
-        middle = (low & high) + ((low ^ high) >> 1)
-        count = tl.sum((key >= middle).to(tl.int32), 0)
-        if count >= wanted:
-            low = middle
-            reached = count
-        else:
-            high = middle
-    above = key > low
-    equal = (key == low) & (key != ABSENT)
-    # one running count for both: the above in the high half, the equal in the low half
-    counts = tl.cumsum(above.to(tl.int32) * 65536 + equal.to(tl.int32), 0)
-    spare = wanted - tl.sum(above.to(tl.int32), 0)
-    equals_before = counts & 0xFFFF
-    chosen = above | (equal & (equals_before <= spare))
-    return tl.where(chosen, (counts >> 16) + tl.minimum(equals_before, spare) - 1, -1)
+def _count(condition):
+    """How many of [C, L, E]."""
+    return tl.sum(tl.sum(tl.sum(condition.to(tl.int32), 2), 0), 0)
+
+
+@triton.jit
+def _running(x):
+    """Running sums of [C, L, E] in the order of the candidates' numbers."""
+    along = tl.cumsum(x, 2)
+    chunk = tl.sum(x, 2)
+    lane = tl.sum(chunk, 0)
+    before = tl.cumsum(lane, 0) - lane
+    return along + (tl.cumsum(chunk, 0) - chunk + before[None, :])[:, :, None]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any, NamedTuple
+
 import torch
+from triton import knobs
+from triton.runtime import driver
 
 LOG2_E = 1.4426950408889634
 #: fp32 products are IEEE products: an engine in fp32 is compared exactly, so TF32 is no option
@@ -27,11 +32,13 @@ def common_power_of_two(*values: int) -> int:
     return bits & -bits
 
 
+@cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs the device runs side by side; a few where the interpreter runs them one by one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 32
 
 
+@cache
 def programmatic(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one it waits for has ended: on NVIDIA GPUs from Hopper on."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
@@ -45,3 +52,92 @@ def after(early: bool) -> dict[str, bool]:
 def converts(device: torch.device) -> bool:
     """Whether fp32 becomes E4M3 by an instruction that saturates and makes every NaN 0x7F: NVIDIA's, from Ada on."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+class Tail(NamedTuple):
+    """An argument: a flat tensor from ``start`` on, which costs no view where only its address is needed."""
+
+    tensor: torch.Tensor
+    start: int
+
+
+class Settings:
+    """A kernel's constants and launch options, made once; compared by identity."""
+
+    def __init__(self, constants: dict[str, Any], **options: Any) -> None:
+        self.constants = constants
+        self.options = options
+
+
+class Launcher:
+    """Launches a kernel as ``kernel[grid](...)`` does, at a fraction of the host's time.
+
+    Triton binds, specialises and hashes every argument of every launch. Here all numbers are the key of what it
+    compiled, tensors of a site have one dtype each, and only addresses are looked at: a kernel whose specialised
+    arguments are all multiples of 16 bytes is kept, for anything else Triton is asked.
+    """
+
+    #: kernels kept, as numbers that grow with a context each add one
+    MOST = 4096
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._kept: dict[tuple[Any, ...], Any] = {}
+        self._free: tuple[bool, ...] | None = None
+        #: whether this process interprets kernels
+        self.interpreted = not hasattr(function, "device_caches")
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[torch.Tensor | Tail | None, ...],
+        numbers: tuple[Any, ...],
+        settings: Settings,
+    ) -> None:
+        """tensors and numbers: the first arguments, in the kernel's order; numbers may be tuples of numbers."""
+        pointers, low = [], 0
+        free = self._free or self._free_of(len(tensors))
+        for tensor, is_free in zip(tensors, free, strict=True):
+            if tensor is None:
+                pointers.append(None)
+                continue
+            if type(tensor) is Tail:
+                pointer = tensor.tensor.data_ptr() + tensor.start * tensor.tensor.element_size()
+            else:
+                pointer = tensor.data_ptr()
+            pointers.append(pointer)
+            if not is_free:
+                low |= pointer
+        plain = not low & 15
+        key = (grid, numbers, settings, *(pointer is None for pointer in pointers))
+        if plain and self._kept:
+            device = driver.active.get_current_device()
+            known = self._kept.get((device, *key))
+            hooks = knobs.runtime
+            if known is not None and not (_has(hooks.launch_enter_hook) or _has(hooks.launch_exit_hook)):
+                run, function, metadata, constants = known
+                stream = driver.active.get_current_stream(device)
+                run(*grid, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
+                return
+        whole = [t.tensor[t.start :] if type(t) is Tail else t for t in tensors]
+        kernel = self._function[grid](*whole, *numbers, **settings.constants, **settings.options)
+        if plain and hasattr(kernel, "packed_metadata"):
+            if len(self._kept) >= self.MOST:
+                self._kept.clear()
+            names = self._function.arg_names[len(tensors) + len(numbers) :]
+            constants = tuple(settings.constants[name] for name in names)
+            device = driver.active.get_current_device()
+            self._kept[device, *key] = kernel.run, kernel.function, kernel.packed_metadata, constants
+
+    def _free_of(self, count: int) -> tuple[bool, ...]:
+        """Which of the first arguments may have any address."""
+        if self.interpreted:
+            return (True,) * count
+        parameters = self._function.params[:count]
+        self._free = tuple(p.do_not_specialize or p.do_not_specialize_on_alignment for p in parameters)
+        return self._free
+
+
+def _has(hook: Any) -> bool:
+    """Whether anybody, a profiler, say, wants to know of launches."""
+    return bool(getattr(hook, "calls", hook))

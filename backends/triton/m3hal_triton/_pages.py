@@ -36,12 +36,20 @@ def memory(cache: PagedCache) -> torch.Tensor:
 
 def keys(cache: PagedCache) -> Part:
     """Of the cache's keys. Raises ValueError for a page map that the buffer's strides don't allow."""
-    return _parts(cache.layout, cache.buf.stride())[0]
+    return _of(cache)[0]
 
 
 def values(cache: PagedCache) -> Part:
     """Of the cache's values; of the keys where it holds no values, as a stand-in that nothing reads."""
-    return _parts(cache.layout, cache.buf.stride())[-1]
+    return _of(cache)[-1]
+
+
+def _of(cache: PagedCache) -> tuple[Part, ...]:
+    """Kept with the cache, which is frozen: hashing a layout takes longer than all else of a launch."""
+    kept: tuple[Part, ...] | None = vars(cache).get("_triton_parts")
+    if kept is None:
+        kept = vars(cache)["_triton_parts"] = _parts(cache.layout, cache.buf.stride())
+    return kept
 
 
 @cache

@@ -13,8 +13,10 @@ from m3hal_triton._launch import multiprocessors
 
 _TOKENS = 256
 #: programs that a plan divides the blocks among at most; 8 numbers each
-MAX_SHARES = 1024
+MAX_SHARES = 2304
 _SHARES = 32
+#: splits of different tokens and heads that are counted
+ARRIVALS = 1024
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class BatchPlan:
         a request without query tokens counts none.
     shares: int32 [programs, 8], equal shares of all blocks: the first block and the end, counted over all requests; the
         request of the first, its first block and end; its first query token and their end; its length.
+    arrivals: int32, zeros, of a plan without shares: counters of splits, which return to zero.
     """
 
     meta: SeqMeta
@@ -33,6 +36,7 @@ class BatchPlan:
     position: torch.Tensor
     first_block: torch.Tensor
     shares: torch.Tensor
+    arrivals: torch.Tensor
 
 
 def plan_bytes(max_tokens: int, max_seqs: int) -> int:
@@ -69,8 +73,9 @@ def plan_batch(
         REQUESTS=padded,
         STEPS=padded.bit_length(),
         SHARES=_SHARES,
+        ARRIVALS=0 if count else ARRIVALS,
     )
-    return BatchPlan(meta, request, position, first_block, shares[: 8 * count].view(count, 8))
+    return BatchPlan(meta, request, position, first_block, shares[: 8 * count].view(count, 8), shares[:ARRIVALS])
 
 
 @triton.jit
@@ -100,6 +105,7 @@ def _plan(
     REQUESTS: tl.constexpr,
     STEPS: tl.constexpr,
     SHARES: tl.constexpr,
+    ARRIVALS: tl.constexpr,
 ):
     """Program 0 sums blocks over requests; ``groups`` place TOKENS tokens each, the others fill SHARES shares each."""
     program = tl.program_id(0)
@@ -108,6 +114,8 @@ def _plan(
         ends = tl.cumsum(_blocks(cu_q, seq_lens, requests, BLOCK, REQUESTS), 0)
         tl.store(first_block_out + 1 + b, ends, mask=b < requests)
         tl.store(first_block_out, 0)
+        if ARRIVALS > 0:
+            tl.store(share_out + tl.arange(0, ARRIVALS), tl.zeros((ARRIVALS,), tl.int32))
         return
     if program > groups:
         blocks = _blocks(cu_q, seq_lens, requests, BLOCK, REQUESTS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from m3hal_triton import _operands as operands
 from m3hal_triton._decode import as_queries, dims, factor, key_dims, load_keys, load_rows, load_scales
 
 #: arguments whose values and addresses make no other kernel
@@ -39,13 +40,13 @@ def _pages_of(start, until, table, table_step, PAGE: tl.constexpr, KEYS: tl.cons
 def score_few(
     index_q,
     cache,
-    keys,  # _pages.Part
     cu_q,
     seq_lens,
     block_table,
     first_block,
     shares,  # of a plan
     scores,
+    keys,  # _pages.Part
     blocks,  # that a row of scores has room for
     table_row,
     table_slot,
@@ -63,6 +64,7 @@ def score_few(
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIRST: tl.constexpr,  # let the next kernel be launched at the start, not the end
     EARLY: tl.constexpr,  # launched before the kernel ahead has ended
 ):
     """A share of all requests' blocks, by their real lengths; the plan says where each program's begins."""
@@ -74,6 +76,8 @@ def score_few(
     share = shares + tl.program_id(0) * 8
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        if FIRST:
+            tl.extra.cuda.gdc_launch_dependents()
     at, stop, request, base = tl.load(share), tl.load(share + 1), tl.load(share + 2), tl.load(share + 3)
     end, first, last, seq_len = tl.load(share + 4), tl.load(share + 5), tl.load(share + 6), tl.load(share + 7)
     while at < stop:
@@ -118,7 +122,7 @@ def score_few(
             base, end = tl.load(first_block + request), tl.load(first_block + request + 1)
             first, last = tl.load(cu_q + request), tl.load(cu_q + request + 1)
             seq_len = tl.load(seq_lens + request)
-    if EARLY:  # not at the start: programs that wait beside the readers cost these 3 % of their bandwidth
+    if EARLY and not FIRST:  # many programs that wait beside the readers cost these 3 % of their bandwidth
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -126,13 +130,13 @@ def score_few(
 def score_few_by_warps(
     index_q,
     cache,
-    keys,  # _pages.Part
     cu_q,
     seq_lens,
     block_table,
     first_block,
     shares,
     scores,
+    keys,  # _pages.Part
     blocks,
     table_row,
     table_slot,
@@ -141,78 +145,115 @@ def score_few_by_warps(
     score_block,
     q_strides,
     HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
+    ROWS: tl.constexpr,  # 16
     BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,  # per step; divides BLOCK and PAGE
+    PAGE: tl.constexpr,  # a multiple of BLOCK
+    KEYS: tl.constexpr,  # per step; divides BLOCK
+    TOKEN: tl.constexpr,  # keys.token
     FORMAT: tl.constexpr,
-    COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FIRST: tl.constexpr,  # let the next kernel be launched at the start, not the end
     EARLY: tl.constexpr,
 ):
-    """:func:`score_few` by one warp a program: it exchanges nothing, and codes become operands where they are."""
+    """:func:`score_few` by one warp a program, which loads its operands where they are taken (:mod:`_operands`)."""
     STEPS: tl.constexpr = BLOCK // KEYS
     row = tl.arange(0, ROWS)
     head = row % HEADS
-    dim = key_dims(DIM, FORMAT, ROWS < 64)
-    within = tl.arange(0, KEYS)
+    dim = operands.key_dims(FORMAT)
+    within = operands.tokens(1, KEYS)
     share = shares + tl.program_id(0) * 8
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        if FIRST:
+            tl.extra.cuda.gdc_launch_dependents()
     at, stop, request, base = tl.load(share), tl.load(share + 1), tl.load(share + 2), tl.load(share + 3)
     end, first, last, seq_len = tl.load(share + 4), tl.load(share + 5), tl.load(share + 6), tl.load(share + 7)
     while at < stop:
         until = tl.minimum(stop, end)
         table = block_table + request.to(tl.int64) * table_row
+        low, high = at - base, until - base
+        offset, there = low * BLOCK % PAGE, (low < high).to(tl.int32)
+        page = tl.load(table + low * BLOCK // PAGE * table_slot, mask=low < high, other=0).to(tl.int64)
+        words = operands.load_keys(cache, keys, page, 0, offset, there, TOKEN, 1, KEYS, FORMAT)
+        scales = operands.load_key_scales(cache, keys, page, 0, offset, there, 1, KEYS, FORMAT)
         token = (first + row // HEADS).to(tl.int64)
         live = (token < last) & (row < ROWS // HEADS * HEADS)
+        oldest = seq_len - (last - first)  # position of the first query token, and so of row 0
         position = seq_len - (last - token).to(tl.int32)
         at_q = index_q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
-        queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), COMPUTE, 1)
+        queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), tl.float16, 1)
+        queries = queries[None, :, :]
         q_factor = q_factor * factor(None, FORMAT)
         target = scores + token * score_token + head * score_head
-        best = tl.full((ROWS,), float("-inf"), tl.float32)
-        low, high = (at - base) * STEPS, (until - base) * STEPS
-        behind = tl.minimum(seq_len, high * KEYS)
-        page = tl.load(table + low * KEYS // PAGE * table_slot, mask=low < high, other=0).to(tl.int64)
-        following = load_scales(cache, keys, page, 0, low * KEYS % PAGE + within, None, DIM, FORMAT, False)
-        for step in range(low, high):
-            start = step * KEYS
-            page = tl.load(table + start // PAGE * table_slot, mask=start < behind, other=0).to(tl.int64)
-            scales = following
-            if FORMAT == "nvfp4" or FORMAT == "mxfp4":
-                later = start + KEYS
-                page_after = tl.load(table + later // PAGE * table_slot, mask=later < behind, other=0).to(tl.int64)
-                following = load_scales(cache, keys, page_after, 0, later % PAGE + within, None, DIM, FORMAT, False)
-            offset = start % PAGE + within
-            tile = load_keys(cache, keys, page, 0, offset, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE, ROWS < 64)
-            dots = tl.dot(queries, tile, input_precision=PRECISION)
-            dots = tl.where((start + within)[None, :] <= position[:, None], dots, float("-inf"))
-            here = tl.reduce(dots, 1, _larger)
-            best = tl.where(step % STEPS == 0, here, _larger(best, here))
-            if step % STEPS == STEPS - 1:
-                block = step // STEPS
-                where = target + tl.cast(block, tl.int64) * score_block
-                tl.store(where, best * q_factor, mask=live & (block + row * 0 < blocks))
+        for block in range(low, high):
+            later = (block + 1) * BLOCK
+            following = tl.load(table + later // PAGE * table_slot, mask=block + 1 < high, other=0).to(tl.int64)
+            best = tl.full((1, ROWS, KEYS), float("-inf"), tl.float32)
+            for step in tl.static_range(STEPS):
+                tile = tl.zeros((1, operands.DIM, KEYS), tl.float16)
+                if tl.num_programs(0) > 0:  # see hidden() of _decode
+                    tile = operands.as_keys(words, scales, 1, KEYS, FORMAT, NATIVE)
+                dots = tl.dot(queries, tile)
+                if step + 1 < STEPS:
+                    offset = block * BLOCK % PAGE + (step + 1) * KEYS
+                    there = 1
+                else:
+                    page, offset = following, later % PAGE
+                    there = (high > block + 1).to(tl.int32)
+                words = operands.load_keys(cache, keys, page, 0, offset, there, TOKEN, 1, KEYS, FORMAT)
+                scales = operands.load_key_scales(cache, keys, page, 0, offset, there, 1, KEYS, FORMAT)
+                if later > oldest + 1:
+                    key = block * BLOCK + step * KEYS + within
+                    dots = tl.where(key[:, None, :] <= position[None, :, None], dots, float("-inf"))
+                best = _larger(best, dots)
+            here = tl.reshape(tl.reduce(best, 2, _larger), (ROWS,))
+            where = target + tl.cast(block, tl.int64) * score_block
+            tl.store(where, here * q_factor, mask=live & (block + row * 0 < blocks))
         at = until
         if at < stop:
             request += 1
             base, end = tl.load(first_block + request), tl.load(first_block + request + 1)
             first, last = tl.load(cu_q + request), tl.load(cu_q + request + 1)
             seq_len = tl.load(seq_lens + request)
-    if EARLY:
+    if EARLY and not FIRST:
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
-def _hide(rows, kept, first, end, step, ROWS: tl.constexpr):
-    """-inf in blocks first .. end-1 of the kept among rows [ROWS], which are pointers."""
-    for block in range(first, end, 32):
-        column = block + tl.arange(0, 32)
-        at = rows[:, None] + column.to(tl.int64)[None, :] * step
-        tl.store(at, tl.full((ROWS, 32), float("-inf"), tl.float32), mask=kept[:, None] & (column < end)[None, :])
+@triton.jit(
+    do_not_specialize=["blocks", "tokens", "score_token", "score_head"],
+    do_not_specialize_on_alignment=["scores", "position_of"],
+)
+def hide_unseen(
+    scores,
+    position_of,
+    blocks,
+    tokens,
+    score_token,
+    score_head,
+    score_block,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,  # the kernel that scores may start beside this one
+):
+    """-inf for each of ROWS (token, head) pairs in the blocks that the token does not see: all, for one of no request.
+
+    A kernel of its own: inside the one that scores it cost that 9 %.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = row // HEADS
+    real = token < tokens
+    position = tl.load(position_of + token, mask=real, other=-1)
+    visible = tl.where(position < 0, 0, position // BLOCK + 1)
+    at = scores + token.to(tl.int64) * score_token + row % HEADS * score_head
+    for first in range(tl.min(tl.where(real, visible, blocks), 0), blocks, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        kept = real[:, None] & (column[None, :] >= visible[:, None]) & (column < blocks)[None, :]
+        where = at[:, None] + column.to(tl.int64)[None, :] * score_block
+        tl.store(where, tl.full((ROWS, COLUMNS), float("-inf"), tl.float32), mask=kept)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
@@ -241,16 +282,16 @@ def score_many(
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     REQUESTS: tl.constexpr,  # at least the requests of any batch
-    FILL: tl.constexpr,  # write -inf where a token sees no block, and for tokens of no request
     FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,  # launched beside hide_unseen, which writes other scores or the same
 ):
     """Tiles of ROWS // HEADS query tokens of one request, times shares of the blocks that the tile sees.
 
     Writes the scores of tokens token_low .. token_high-1, at their distance from token_low. Blocks that no row of the
-    tile sees stay untouched, unless FILL. There is a tile more than the requests need at most.
+    tile sees stay untouched.
     """
     TOKENS: tl.constexpr = ROWS // HEADS
     b = tl.arange(0, REQUESTS)
@@ -260,22 +301,17 @@ def score_many(
     tile_id = tl.program_id(0)
     request = tl.sum((ends <= tile_id).to(tl.int32), 0)
     share, shares = tl.program_id(1), tl.num_programs(1)
+    if EARLY:  # noqa: SIM102 (the compiler decides this one)
+        if (tile_id == 0) & (share == 0):  # one that waits is enough
+            tl.extra.cuda.gdc_wait()
     if request >= requests:
-        if FILL:
-            needed = tl.sum(tiles, 0)
-            spare = (tile_id - needed) * shares + share
-            spares = (tl.num_programs(0) - needed) * shares
-            for token in range(tl.load(cu_q + requests) + spare, token_high, spares):
-                one = tl.arange(0, ROWS)
-                at = scores + tl.cast(token - token_low, tl.int64) * score_token + one * score_head
-                _hide(at, (one < HEADS) & (one * 0 + token >= token_low), 0, blocks, score_block, ROWS)
         return
     before = tl.sum(tl.where(b < request, tiles, 0), 0)
     first = tl.load(cu_q + request) + (tile_id - before) * TOKENS
     last = tl.load(cu_q + request + 1)
     seq_len = tl.load(seq_lens + request)
     newest = tl.minimum(first + TOKENS, last) - 1
-    if (newest < token_low) | (first >= token_high) | ((seq_len == 0) & (not FILL)):
+    if (newest < token_low) | (first >= token_high) | (seq_len == 0):
         return
 
     table = block_table + request.to(tl.int64) * table_row
@@ -291,12 +327,7 @@ def score_many(
     q_factor = q_factor * factor(None, FORMAT)
     target = scores + (token - token_low) * score_token + head * score_head
 
-    visible = tl.where(seq_len == 0, 0, tl.minimum((seq_len - (last - newest)) // BLOCK + 1, blocks))
-    if FILL:
-        unseen = blocks - visible
-        _hide(
-            target, kept, visible + share * unseen // shares, visible + (share + 1) * unseen // shares, score_block, ROWS
-        )
+    visible = tl.minimum((seq_len - (last - newest)) // BLOCK + 1, blocks)
     low, high = share * visible // shares, (share + 1) * visible // shares
     everyone = tl.minimum(tl.maximum((seq_len - (last - first) + 1) // BLOCK, low), high)  # every row sees these whole
     STEPS: tl.constexpr = BLOCK // KEYS

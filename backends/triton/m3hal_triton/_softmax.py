@@ -44,6 +44,41 @@ def finish(
 
 
 @triton.jit
+def merge_arrived(
+    arrivals, first_part, first_head, token, partial, partial_lse, out, lse, out_strides, lse_token, lse_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """The program that arrives last of a token's splits merges them for its GROUP heads, in the splits' order.
+
+    arrivals: a counter, zero before and after. first_part: of head ``first_head``; a head has SPLITS parts.
+    """
+    AT_ONCE: tl.constexpr = 128 // SPLITS if SPLITS > 8 else 16
+    tl.debug_barrier()  # all threads' parts are stored before one says so
+    if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        tl.store(arrivals, 0)
+        split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
+        for first in tl.static_range(0, GROUP, AT_ONCE):
+            row = first + tl.arange(0, AT_ONCE)
+            real = row < GROUP
+            part = first_part + row[None, :] * SPLITS + split[:, None]
+            base2 = tl.load(partial_lse + part, mask=real[None, :], other=float("-inf"), cache_modifier=".cg")
+            at = partial + part[:, :, None] * DIM + dim[None, None, :]
+            at = tl.max_contiguous(at, [1, 2, 4])  # warps along rows: a sum over splits stays within a thread
+            values = tl.load(at, mask=real[None, :, None], other=0.0, cache_modifier=".cg")
+            top = tl.max(base2, 0)
+            weight = tl.exp2(base2 - tl.where(top == float("-inf"), 0.0, top)[None, :])
+            total = tl.sum(weight, 0)
+            empty = total == 0
+            result = tl.sum(values * weight[:, :, None], 0) / tl.where(empty, 1.0, total)[:, None]
+            to = out + token * out_strides[0] + (first_head + row)[:, None] * out_strides[1]
+            to = to + dim[None, :] * out_strides[2]
+            tl.store(to, result.to(out.dtype.element_ty), mask=real[:, None])
+            if LSE:
+                natural = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+                tl.store(lse + token * lse_token + (first_head + row) * lse_head, natural, mask=real)
+
+
+@triton.jit
 def clear_loose(
     first, tokens, step, head, dim, one, out, lse, out_strides, lse_token, lse_head,
     ROWS: tl.constexpr, DIM: tl.constexpr, LSE: tl.constexpr,

@@ -98,7 +98,7 @@ def _indexer(factory: str) -> tuple[Impl, ...]:
             predicate="m3hal_triton.limits:indexer",
             traits=traits,
             layouts=_EVERY_PAGE,
-            files=("_score.py", "_choose.py", "topk_blocks.py", *_SHARED),
+            files=("_score.py", "_operands.py", "_choose.py", "topk_blocks.py", *_SHARED),
             name=suffix.removeprefix("_"),
         )
         for suffix, traits in (("", {}), ("_batch_invariant", {"batch_invariant": "yes"}))
@@ -221,7 +221,14 @@ MANIFEST = Manifest(
             "sparse_attention",
             limits=(_KV, *_HEADS, *_BLOCKS),
             predicate="m3hal_triton.limits:attention",
-            files=("_softmax.py", "_sparse_decode.py", "_sparse_prefill.py", *_SHARED),
+            files=(
+                "_softmax.py",
+                "_sparse_decode.py",
+                "_sparse_by_warps.py",
+                "_operands.py",
+                "_sparse_prefill.py",
+                *_SHARED,
+            ),
         ),
         "paged_attention": _attention(
             "paged_attention",

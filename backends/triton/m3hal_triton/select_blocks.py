@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -14,15 +15,28 @@ from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton import _pages
 from m3hal_triton._decode import check_alignment, compute_dtype, native
-from m3hal_triton._launch import DOT_PRECISION, after, common_power_of_two, multiprocessors, programmatic
+from m3hal_triton._launch import (
+    DOT_PRECISION,
+    Launcher,
+    Settings,
+    after,
+    common_power_of_two,
+    multiprocessors,
+    power_of_two_above,
+    programmatic,
+)
 from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
-from m3hal_triton._score import score_few, score_few_by_warps, score_many
+from m3hal_triton._score import hide_unseen, score_few, score_few_by_warps, score_many
 from m3hal_triton.topk_blocks import launch_topk
 
 #: query tokens of a request up to which all of them are rows of one tile
 FEW_TOKENS = 8
-#: blocks that a prefill's program takes at least, where the context has them
-MIN_SHARE = 4
+#: blocks that a prefill's program takes at least and at most, where the context has them
+MIN_SHARE, MAX_SHARE = 4, 32
+#: programs that share a tile of queries at least, for those of early tiles have less to do
+MIN_SHARES = 4
+#: rows of scores up to which the kernel that chooses from them is launched while they are made
+FEW_ROWS = 8
 #: bytes of scores that prefill keeps before it chooses from them
 SCORE_BYTES = 128 << 20
 
@@ -35,16 +49,17 @@ class Decode:
     warps: int = 4
     stages: int = 5
     keys: int = 128  # of a step
+    registers: int | None = None  # of a thread, at most
 
 
 @dataclass
 class Prefill:
-    """Launch parameters of a prefill. waves: of programs that it is split into at least."""
+    """Launch parameters of a prefill. programs: that a multiprocessor runs side by side."""
 
     rows: int = 128
     warps: int = 4
     stages: int = 3
-    waves: int = 8
+    programs: int = 2
 
 
 #: found on an H200, by cache format
@@ -54,8 +69,8 @@ DECODE = {
     "nvfp4": Decode(programs=3),
     "mxfp4": Decode(programs=3),
 }
-#: in whose stead one warp a program scores
-BY_WARPS = {"nvfp4": Decode(6, 1, 7, 64)}
+#: in whose stead one warp a program scores, where blocks and vectors allow it
+BY_WARPS = {"fp8_e4m3": Decode(12, 1, 1, 32, 168), "nvfp4": Decode(12, 1, 1, 32, 168)}
 #: IEEE products of fp32 hold their operands in registers
 NARROW = Decode(stages=2)
 PREFILL = Prefill()
@@ -109,57 +124,80 @@ class _Indexer:
         self._heads = site.num_index_heads
         self._narrow = site.dtype == "float32"
         self.tuning = NARROW if self._narrow else DECODE[site.index_format]
-        self._warp_keys = common_power_of_two(site.block_size, site.page_size)
-        if site.index_dim == 128 and not self._narrow:
+        self._warp_keys = common_power_of_two(site.block_size)
+        whole = site.page_size % site.block_size == 0 and self._warp_keys >= 8
+        if site.index_dim == 128 and site.dtype == "bfloat16" and whole:
             self.tuning = BY_WARPS.get(site.index_format, self.tuning)
         self._keys = min(common_power_of_two(site.block_size), 32 if self._narrow else 128)
         self._rows = 16 if self._narrow else PREFILL.rows
+        self._settings: dict[tuple[object, ...], tuple[Launcher, Settings]] = {}
+        self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         self._requests = triton.next_power_of_2(max(site.max_seqs, 1))
 
     def _few(
-        self, index_q: torch.Tensor, cache: PagedCache, batch: BatchPlan, scores: torch.Tensor, early: bool = False
+        self,
+        index_q: torch.Tensor,
+        cache: PagedCache,
+        batch: BatchPlan,
+        scores: torch.Tensor,
+        blocks: int,
+        strides: tuple[int, ...],
+        early: bool = False,
     ) -> None:
-        """Scores of all tokens, equal shares of all requests' blocks for each program."""
-        site, meta, heads = self._site, batch.meta, self._heads
+        """Scores of all tokens, equal shares of all requests' blocks for each program.
+
+        scores: fp32, rows of ``blocks`` with these strides.
+        """
+        meta, table, shares = batch.meta, batch.meta.block_table, batch.shares
         check_alignment(cache)
-        tile = triton.next_power_of_2(max(meta.max_q, 1))
-        rows = max(16, triton.next_power_of_2(tile * heads))
-        given = (
+        tensors = (
             index_q,
             _pages.memory(cache),
-            _pages.keys(cache),
             meta.cu_q,
             meta.seq_lens,
-            meta.block_table,
+            table,
             batch.first_block,
-            batch.shares,
+            shares,
             scores,
-            scores.shape[2],
-            *meta.block_table.stride(),
-            *scores.stride(),
-            index_q.stride(),
         )
-        statics = {
-            "HEADS": heads,
+        numbers = (_pages.keys(cache), blocks, *table.stride(), *strides, index_q.stride())
+        first = index_q.shape[0] * self._heads <= FEW_ROWS
+        launcher, settings = self._few_settings(cache, meta.max_q, first, early)
+        launcher((shares.shape[0], 1, 1), tensors, numbers, settings)
+
+    def _few_settings(self, cache: PagedCache, max_q: int, first: bool, early: bool) -> tuple[Launcher, Settings]:
+        """The kernel and its constants for requests of up to ``max_q`` query tokens."""
+        in_place, token = self._in_place(cache), _pages.keys(cache).token
+        key = power_of_two_above(max(max_q, 1)), in_place, token, first, early
+        if key in self._settings:
+            return self._settings[key]
+        site, device, tuning = self._site, cache.buf.device, self.tuning
+        rows = max(16, power_of_two_above(key[0] * self._heads))
+        constants: dict[str, Any] = {
+            "HEADS": self._heads,
             "ROWS": rows,
-            "DIM": site.index_dim,
             "BLOCK": site.block_size,
             "PAGE": site.page_size,
-            "FORMAT": site.index_format,
-            "COMPUTE": compute_dtype(site.index_format, site.dtype),
-            "NATIVE": native(index_q.device, site.index_dim, site.dtype),
-            "PRECISION": DOT_PRECISION,
-            "EARLY": early,
         }
-        grid, tuning = (len(batch.shares),), self.tuning
-        by_warps = tuning.warps == 1 and rows == 16  # more rows are more than one warp has registers for
-        if tuning.warps == 1 and not by_warps:
-            tuning = DECODE[site.index_format]
-        options = {"num_warps": tuning.warps, "num_stages": tuning.stages, **after(early)}
-        if by_warps:
-            score_few_by_warps[grid](*given, **statics, KEYS=min(tuning.keys, self._warp_keys), **options)
+        constants |= {"FORMAT": site.index_format, "NATIVE": native(device, site.index_dim, site.dtype), "EARLY": early}
+        constants |= {"FIRST": first}
+        if tuning.warps == 1 and rows == 16 and in_place:  # more rows are more than one warp has registers for
+            constants |= {"KEYS": min(tuning.keys, self._warp_keys), "TOKEN": token}
+            made = _by_warps, Settings(constants, num_warps=1, num_stages=1, maxnreg=tuning.registers, **after(early))
         else:
-            score_few[grid](*given, **statics, KEYS=self._keys, **options)
+            tuning = DECODE.get(site.index_format, tuning) if tuning.warps == 1 else tuning
+            constants |= {"DIM": site.index_dim, "KEYS": self._keys, "PRECISION": DOT_PRECISION}
+            constants |= {"COMPUTE": compute_dtype(site.index_format, site.dtype)}
+            made = _few, Settings(constants, num_warps=tuning.warps, num_stages=tuning.stages, **after(early))
+        self._settings[key] = made
+        return made
+
+    def _in_place(self, cache: PagedCache) -> bool:
+        """Whether a warp may load its operands itself, 16 bytes at a time."""
+        device, part = cache.buf.device, _pages.keys(cache)
+        if not (native(device, self._site.index_dim, self._site.dtype) or _by_warps.interpreted):
+            return False
+        return part.column == 1 and (cache.buf.data_ptr() | part.codes | part.page | part.token) % 16 == 0
 
     def _many(
         self,
@@ -169,17 +207,15 @@ class _Indexer:
         scores: torch.Tensor,
         low: int,
         high: int,
-        fill: bool = False,
+        early: bool = False,
     ) -> None:
-        """Scores of tokens low .. high-1 into ``scores`` [high - low, Hi, blocks]; fill: -inf where nothing is seen."""
+        """Scores of tokens low .. high-1 into ``scores`` [high - low, Hi, blocks]."""
         site, meta = self._site, batch.meta
         check_alignment(cache)
         requests = meta.seq_lens.shape[0]
         tiles = triton.cdiv(index_q.shape[0], self._rows // self._heads)
-        # whole waves: a wave of few programs takes as long as a full one
-        programs = PREFILL.waves * multiprocessors(index_q.device)
-        shares = max(1, min(programs // tiles, scores.shape[2] // MIN_SHARE))
-        score_many[(tiles + requests + fill, shares)](
+        shares = _shares(tiles, scores.shape[2], PREFILL.programs * multiprocessors(index_q.device))
+        score_many[(tiles + requests, shares)](
             index_q,
             _pages.memory(cache),
             _pages.keys(cache),
@@ -201,14 +237,29 @@ class _Indexer:
             PAGE=site.page_size,
             KEYS=self._keys,
             REQUESTS=self._requests,
-            FILL=fill,
             FORMAT=site.index_format,
             COMPUTE=compute_dtype(site.index_format, site.dtype),
             NATIVE=native(index_q.device, site.index_dim, site.dtype),
             PRECISION=DOT_PRECISION,
+            EARLY=early,
+            **after(early),
             num_warps=4 if self._narrow else PREFILL.warps,
             num_stages=2 if self._narrow else PREFILL.stages,
         )
+
+
+@cache
+def _shares(tiles: int, blocks: int, slots: int) -> int:
+    """Shares of the blocks, a program for each tile of queries and share, so that the last wave is nearly full.
+
+    A program's own time is about that of one block; a wave of few programs takes as long as a full one.
+    """
+    most = max(1, blocks // MIN_SHARE)
+    least = min(max(MIN_SHARES, blocks // MAX_SHARE), most)
+    return min(range(least, most + 1), key=lambda shares: triton.cdiv(tiles * shares, slots) * (blocks / shares + 1))
+
+
+_few, _by_warps = Launcher(score_few), Launcher(score_few_by_warps)
 
 
 class _Scores(_Indexer):
@@ -220,14 +271,19 @@ class _Scores(_Indexer):
         meta = batch.meta
         if out is None:
             out = load("block_scores").fake(index_q, index_cache, meta, block_size=self._site.block_size)
-        few = meta.max_q <= self._few_tokens
-        if few or not out.numel() or not meta.seq_lens.shape[0]:
-            out.fill_(float("-inf"))
-        if out.numel() and meta.seq_lens.shape[0]:
-            if few:
-                self._few(index_q, index_cache, batch, out)
+        if not out.numel():
+            return out
+        tokens, heads, blocks = out.shape
+        early = programmatic(out.device)
+        hide_unseen[(triton.cdiv(tokens * heads, 32),)](
+            out, batch.position, blocks, tokens, *out.stride(),
+            HEADS=heads, BLOCK=self._site.block_size, ROWS=32, COLUMNS=32, EARLY=early, num_warps=1,
+        )  # fmt: skip
+        if meta.seq_lens.shape[0]:
+            if meta.max_q <= self._few_tokens:
+                self._few(index_q, index_cache, batch, out, out.shape[2], out.stride())
             else:
-                self._many(index_q, index_cache, batch, out, 0, index_q.shape[0], fill=True)
+                self._many(index_q, index_cache, batch, out, 0, index_q.shape[0], early)
         return out
 
 
@@ -247,18 +303,21 @@ class _Select(_Indexer):
             out = load("select_blocks").fake(index_q, index_cache, meta, top_k_blocks=site.top_k_blocks)
         if not out.numel() or not meta.seq_lens.shape[0]:
             return out.fill_(-1)
-        scratch = workspace.view(torch.float32)
+        if self._scratch is None or self._scratch[0] is not workspace:
+            self._scratch = workspace, workspace.view(torch.float32)
+        scratch = self._scratch[1]
         tokens, heads = index_q.shape[0], self._heads
-        blocks = max(triton.cdiv(meta.max_k, site.block_size), 1)
-        few = meta.max_q <= self._few_tokens
-        early = few and programmatic(index_q.device)
-        at_once = tokens if few else scratch.numel() // (heads * blocks)
+        blocks = max(-(-meta.max_k // site.block_size), 1)
+        strides = (heads * blocks, blocks, 1)
+        if meta.max_q <= self._few_tokens:
+            early = programmatic(index_q.device)
+            self._few(index_q, index_cache, batch, scratch, blocks, strides, early)
+            launch_topk(site, scratch, blocks, strides, batch.position, site.block_size, out, early)
+            return out
+        at_once = scratch.numel() // (heads * blocks)
         for low in range(0, tokens, at_once):
             high = min(low + at_once, tokens)
             scores = scratch[: (high - low) * heads * blocks].view(high - low, heads, blocks)
-            if few:
-                self._few(index_q, index_cache, batch, scores, early)
-            else:
-                self._many(index_q, index_cache, batch, scores, low, high)
-            launch_topk(site, scores, scores.stride(), batch.position[low:], site.block_size, out[low:high], early)
+            self._many(index_q, index_cache, batch, scores, low, high)
+            launch_topk(site, scores, blocks, strides, batch.position[low:], site.block_size, out[low:high])
         return out

@@ -20,14 +20,19 @@ from m3hal_triton._decode import check_alignment, compute_dtype, native
 from m3hal_triton._launch import (
     DOT_PRECISION,
     LOG2_E,
+    Launcher,
+    Settings,
+    Tail,
     after,
     common_power_of_two,
     multiprocessors,
+    power_of_two_above,
     power_of_two_below,
     programmatic,
 )
 from m3hal_triton._plan import BatchPlan, plan_batch, plan_bytes
 from m3hal_triton._softmax import merge_splits
+from m3hal_triton._sparse_by_warps import ROWS, attend_by_warps
 from m3hal_triton._sparse_decode import attend
 
 #: query tokens of a request up to which it is decoded or verified, not prefilled
@@ -38,6 +43,8 @@ MAX_QUERY_TILE = 4
 MAX_SPLIT_PROGRAMS = 1024
 #: parts of one token's keys, at most
 MAX_SPLITS = 32
+#: splits of a decode by warps up to which its last program merges them, in place of a launch
+MERGE_SPLITS = 8
 #: rows of the matrix unit's smallest tile
 MIN_ROWS = 16
 #: bytes of a prefill's workspace
@@ -74,9 +81,13 @@ DECODE = {
     "fp8_e4m3": (Decode(keys=128), Decode(keys=128, stages=2), Decode(keys=128)),
     "nvfp4": (Decode(keys=128), Decode(keys=128), Decode(keys=128, stages=2)),
 }
+#: of one query token a request where each warp loads its own operands
+BY_WARPS = {"fp8_e4m3": Decode(keys=128), "nvfp4": Decode(keys=128)}
 #: IEEE products of fp32 hold their operands in registers
 NARROW = Decode(keys=16, warps=8, stages=2)
 PREFILL = Prefill()
+
+_attend, _attend_by_warps, _merge_splits = Launcher(attend), Launcher(attend_by_warps), Launcher(merge_splits)
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -115,6 +126,9 @@ class _Run:
         most = common_power_of_two(site.block_size, site.page_size)
         tuned = (NARROW,) * 3 if self._narrow else DECODE[site.kv_format]
         self._tuning = tuple(replace(tuning, keys=min(tuning.keys, most)) for tuning in tuned)
+        self._scale = site.scale * LOG2_E
+        self._settings: dict[tuple[object, ...], Settings] = {}
+        self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         self._fake = partial(load("sparse_attention").fake, return_lse=site.return_lse)
         self._decode_bytes = self._decode_workspace()
         self.workspace_bytes = self._decode_bytes
@@ -162,24 +176,23 @@ class _Run:
     def _decode(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]
         site, meta = self._site, batch.meta
         requests, tokens = meta.seq_lens.shape[0], q.shape[0]
-        tile = min(triton.next_power_of_2(max(meta.max_q, 1)), MAX_QUERY_TILE)
-        chunks = triton.cdiv(max(meta.max_q, 1), tile)
+        tile = min(power_of_two_above(max(meta.max_q, 1)), MAX_QUERY_TILE)
+        chunks = -(-max(meta.max_q, 1) // tile)
         tiles = tokens if tile == 1 else requests * chunks
+        if tile == 1 and self._by_warps(kv):
+            self._decode_by_warps(q, kv, block_ids, batch, output, lse, workspace)
+            return
         whole, split, verify = self._tuning
         programs = min(split.programs * multiprocessors(q.device), MAX_SPLIT_PROGRAMS)
         room = programs // (tiles * site.num_kv_heads)
         tuning = verify if tile > 1 else split if room > 1 else whole
         steps = site.top_k_blocks * site.block_size // tuning.keys
         splits = min(power_of_two_below(room), power_of_two_below(steps), MAX_SPLITS)
-        words = workspace.view(torch.float32)
-        rows = tokens * site.num_q_heads * splits
         early = programmatic(q.device)
-        partials, partial_lse = words[: rows * site.head_dim], words[rows * site.head_dim :]
-        attend[(splits, site.num_kv_heads, tiles)](
+        words, rows = self._words(workspace), tokens * site.num_q_heads * splits
+        tensors = (
             q,
             _pages.memory(kv),
-            _pages.keys(kv),
-            _pages.values(kv),
             kv.k_scale,
             kv.v_scale,
             block_ids,
@@ -188,11 +201,15 @@ class _Run:
             batch.request,
             batch.position,
             meta.block_table,
-            partials,
-            partial_lse,
+            words,
+            Tail(words, rows * site.head_dim),
             output,
             lse,
-            site.scale * LOG2_E,
+        )
+        numbers = (
+            _pages.keys(kv),
+            _pages.values(kv),
+            self._scale,
             tokens,
             requests,
             chunks,
@@ -201,31 +218,133 @@ class _Run:
             *meta.block_table.stride(),
             output.stride(),
             *lse.stride()[:2],
-            GROUP=self._group,
-            ROWS=max(MIN_ROWS, triton.next_power_of_2(tile * self._group)),
-            QT=tile,
-            DIM=site.head_dim,
-            IDS=block_ids.shape[2],
-            IDS_PADDED=triton.next_power_of_2(block_ids.shape[2]),
-            BLOCK=site.block_size,
-            PAGE=site.page_size,
-            KEYS=tuning.keys,
-            SPLITS=splits,
-            LSE=site.return_lse,
-            FORMAT=site.kv_format,
-            COMPUTE=compute_dtype(site.kv_format, site.dtype),
-            NATIVE=native(q.device, site.head_dim, site.dtype),
-            PRECISION=DOT_PRECISION,
-            EARLY=early,
-            num_warps=tuning.warps,
-            num_stages=tuning.stages,
-            **after(early),
         )
+        settings = self._decode_settings(tile, splits, tuning, block_ids.shape[2], q.device, early)
+        _attend((splits, site.num_kv_heads, tiles), tensors, numbers, settings)
         if splits > 1:
-            merge_splits[(tokens, site.num_q_heads)](
-                partials, partial_lse, batch.request, output, lse, site.num_q_heads, output.stride(), *lse.stride()[:2],
-                DIM=site.head_dim, SPLITS=splits, LSE=site.return_lse, EARLY=early, num_warps=1, **after(early),
-            )  # fmt: skip
+            self._merge(splits, words, batch, output, lse, early)
+
+    def _decode_settings(
+        self, tile: int, splits: int, tuning: Decode, ids: int, device: torch.device, early: bool
+    ) -> Settings:
+        key, site = (tile, splits, tuning, ids, device, early), self._site
+        if key not in self._settings:
+            constants = {
+                "GROUP": self._group,
+                "ROWS": max(MIN_ROWS, power_of_two_above(tile * self._group)),
+                "QT": tile,
+                "DIM": site.head_dim,
+                "IDS": ids,
+                "IDS_PADDED": power_of_two_above(ids),
+                "BLOCK": site.block_size,
+                "PAGE": site.page_size,
+                "KEYS": tuning.keys,
+                "SPLITS": splits,
+                "LSE": site.return_lse,
+                "FORMAT": site.kv_format,
+                "COMPUTE": compute_dtype(site.kv_format, site.dtype),
+                "NATIVE": native(device, site.head_dim, site.dtype),
+                "PRECISION": DOT_PRECISION,
+                "EARLY": early,
+            }
+            options = {"num_warps": tuning.warps, "num_stages": tuning.stages, **after(early)}
+            self._settings[key] = Settings(constants, **options)
+        return self._settings[key]
+
+    def _by_warps(self, kv: PagedCache) -> bool:
+        """Whether one query token a request is served by :func:`attend_by_warps`, which loads 16 bytes at a time."""
+        site, tuning = self._site, BY_WARPS.get(self._site.kv_format)
+        if tuning is None or site.block_size % tuning.keys or site.page_size % site.block_size:
+            return False
+        if site.dtype != "bfloat16" or site.head_dim != 128 or self._group > ROWS.value:
+            return False
+        if not (native(kv.buf.device, site.head_dim, site.dtype) or _attend_by_warps.interpreted):
+            return False
+        part = _pages.keys(kv)
+        return part.column == 1 and (kv.buf.data_ptr() | part.codes | part.page | part.head | part.token) % 16 == 0
+
+    def _decode_by_warps(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]
+        site, meta, tokens = self._site, batch.meta, q.shape[0]
+        tuning = BY_WARPS[site.kv_format]
+        programs = min(tuning.programs * multiprocessors(q.device), MAX_SPLIT_PROGRAMS)
+        room = programs // (tokens * site.num_kv_heads)
+        steps = site.top_k_blocks * site.block_size // tuning.keys
+        splits = min(power_of_two_below(room), power_of_two_below(steps), MAX_SPLITS)
+        early = programmatic(q.device)
+        words, rows = self._words(workspace), tokens * site.num_q_heads * splits
+        tensors = (
+            q,
+            _pages.memory(kv),
+            kv.k_scale,
+            kv.v_scale,
+            block_ids,
+            batch.request,
+            batch.position,
+            meta.block_table,
+            words,
+            Tail(words, rows * site.head_dim),
+            output,
+            lse,
+            batch.arrivals,
+        )
+        keys = _pages.keys(kv)
+        numbers = (
+            keys,
+            _pages.values(kv),
+            self._scale,
+            q.stride(),
+            *block_ids.stride(),
+            *meta.block_table.stride(),
+            output.stride(),
+            *lse.stride()[:2],
+        )
+        merge = 1 < splits <= MERGE_SPLITS
+        settings = self._warps_settings(splits, merge, keys.token, block_ids.shape[2], q.device, early)
+        _attend_by_warps((splits, site.num_kv_heads, tokens), tensors, numbers, settings)
+        if splits > 1 and not merge:
+            self._merge(splits, words, batch, output, lse, early)
+
+    def _warps_settings(
+        self, splits: int, merge: bool, token: int, ids: int, device: torch.device, early: bool
+    ) -> Settings:
+        key, site = ("warps", splits, merge, token, ids, device, early), self._site
+        if key not in self._settings:
+            tuning = BY_WARPS[site.kv_format]
+            constants = {
+                "GROUP": self._group,
+                "IDS": ids,
+                "IDS_PADDED": power_of_two_above(ids),
+                "BLOCK": site.block_size,
+                "PAGE": site.page_size,
+                "SPLITS": splits,
+                "MERGE": merge,
+                "WARPS": tuning.warps,
+                "STEP": tuning.keys,
+                "TOKEN": token,
+                "LSE": site.return_lse,
+                "FORMAT": site.kv_format,
+                "NATIVE": native(device, site.head_dim, site.dtype),
+                "EARLY": early,
+            }
+            self._settings[key] = Settings(constants, num_warps=tuning.warps, num_stages=1, **after(early))
+        return self._settings[key]
+
+    def _words(self, workspace: torch.Tensor) -> torch.Tensor:
+        """The workspace as fp32."""
+        if self._scratch is None or self._scratch[0] is not workspace:
+            self._scratch = workspace, workspace.view(torch.float32)
+        return self._scratch[1]
+
+    def _merge(self, splits, words, batch, output, lse, early) -> None:  # type: ignore[no-untyped-def]
+        site, heads = self._site, self._site.num_q_heads
+        key = "merge", splits, early
+        if key not in self._settings:
+            constants = {"DIM": site.head_dim, "SPLITS": splits, "LSE": site.return_lse, "EARLY": early}
+            self._settings[key] = Settings(constants, num_warps=1, **after(early))
+        parts = Tail(words, output.shape[0] * heads * splits * site.head_dim)
+        numbers = (heads, output.stride(), *lse.stride()[:2])
+        grid = (output.shape[0], heads, 1)
+        _merge_splits(grid, (words, parts, batch.request, output, lse), numbers, self._settings[key])
 
     def _prefill(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]
         site, meta = self._site, batch.meta

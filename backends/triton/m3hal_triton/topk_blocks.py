@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton._choose import order_key, place
-from m3hal_triton._launch import after
+from m3hal_triton._launch import Launcher, Settings, after, power_of_two_above
 
 #: scores that a warp ranks; a program is one row, and one warp needs no barrier
 SCORES_PER_WARP = 512
@@ -33,51 +33,58 @@ def _topk(
     site: Site, scores: torch.Tensor, visible_blocks: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = load("topk_blocks").fake(scores, visible_blocks, top_k_blocks=site.top_k_blocks) if out is None else out
-    launch_topk(site, scores, scores.stride(), visible_blocks, 1, out)
+    launch_topk(site, scores, scores.shape[-1], scores.stride(), visible_blocks, 1, out)
     return out
 
 
 def launch_topk(
     site: Site,
     scores: torch.Tensor,
-    strides: tuple[int, int, int],
+    width: int,
+    strides: tuple[int, ...],
     visible: torch.Tensor,
     divisor: int,
     out: torch.Tensor,
     early: bool = False,
 ) -> None:
-    """Chooses for every row of out [T, Hi, k]; a token sees ``visible[t]`` blocks, or with a divisor, which is then the
-    block size, ``visible[t] // divisor + 1`` of a position."""
+    """Chooses for every row of out [T, Hi, k] among ``width`` scores.
+
+    A token sees ``visible[t]`` blocks, or with a divisor, the block size, ``visible[t] // divisor + 1`` of a position.
+    """
     tokens, heads, _ = out.shape
     if not out.numel():
         return
-    blocks = triton.next_power_of_2(max(scores.shape[-1], MIN_SCORES))
-    _choose_row[(heads, tokens)](
-        scores,
-        visible,
-        visible.stride(0),
-        out,
-        scores.shape[-1],
-        strides,
-        out.stride(),
-        DIVISOR=divisor,
-        TOPK=site.top_k_blocks,
-        TOPK_PADDED=triton.next_power_of_2(site.top_k_blocks),
-        INIT=site.init_blocks,
-        LOCAL=site.local_blocks,
-        BLOCKS=blocks,
-        EARLY=early,
-        num_warps=max(1, min(8, blocks // SCORES_PER_WARP)),
-        **after(early),
-    )
+    rule = (site.top_k_blocks, site.init_blocks, site.local_blocks)  # quicker to look up than a site
+    settings = _settings(rule, width, divisor, early)
+    numbers = (visible.stride(0), width, strides, out.stride())
+    _launch((heads, tokens, 1), (scores, visible, out), numbers, settings)
+
+
+@cache
+def _settings(rule: tuple[int, int, int], width: int, divisor: int, early: bool) -> Settings:
+    top_k, init, local = rule
+    blocks = power_of_two_above(max(width, MIN_SCORES))
+    warps = max(1, min(8, blocks // SCORES_PER_WARP))
+    constants = {
+        "DIVISOR": divisor,
+        "TOPK": top_k,
+        "TOPK_PADDED": power_of_two_above(top_k),
+        "INIT": init,
+        "LOCAL": local,
+        "BLOCKS": blocks,
+        "WHOLE": blocks == width,
+        "LANES": 32 * warps,
+        "EARLY": early,
+    }
+    return Settings(constants, num_warps=warps, **after(early))
 
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["visible_of", "out"])
 def _choose_row(
     scores,
     visible_of,
-    visible_stride,
     out,
+    visible_stride,
     blocks,
     score_strides,
     out_strides,
@@ -87,21 +94,27 @@ def _choose_row(
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
     BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,  # BLOCKS is blocks
+    LANES: tl.constexpr,
     EARLY: tl.constexpr,  # launched before the scores are complete, which what else it reads is
 ):
+    EACH: tl.constexpr = 4 if BLOCKS >= 4 * LANES else BLOCKS // LANES
+    CHUNKS: tl.constexpr = BLOCKS // (LANES * EACH)
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     visible = tl.load(visible_of + token * visible_stride)
     if DIVISOR > 1:
         visible = tl.where(visible < 0, 0, visible // DIVISOR + 1)
     visible = tl.minimum(visible, blocks)
-    block = tl.arange(0, BLOCKS)
+    lane = tl.arange(0, LANES)[None, :, None]
+    block = (lane * CHUNKS + tl.arange(0, CHUNKS)[:, None, None]) * EACH + tl.arange(0, EACH)[None, None, :]
     present = block < visible
     at = scores + token * score_strides[0] + head * score_strides[1] + block.to(tl.int64) * score_strides[2]
+    at = tl.max_contiguous(at, [1, 2, 4])  # lanes along the second axis: Triton orders axes by this
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    score = tl.load(at, mask=present, other=0.0)
+    score = tl.load(at) if WHOLE else tl.load(at, mask=present, other=0.0)
     forced = present & ((block < INIT) | (block >= visible - LOCAL))
     position = place(order_key(score, forced, present), tl.minimum(visible, TOPK))
     row = out + token * out_strides[0] + head * out_strides[1]
@@ -109,6 +122,9 @@ def _choose_row(
     slot = tl.arange(0, TOPK_PADDED)
     none = tl.full((TOPK_PADDED,), -1, tl.int32)
     tl.store(row + slot * out_strides[2], none, mask=(slot >= visible) & (slot < TOPK))
+
+
+_launch = Launcher(_choose_row)
 
 
 def _merge(

@@ -45,6 +45,7 @@ UNITS = {
 KERNELS = {
     "attend": "any",
     "attend_block": "wide",
+    "attend_by_warps": "any",
     "attend_dense": "any",
     "score_few": "any",
     "score_few_by_warps": "any",
