@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import keyword
+import os
 import re
 from pathlib import Path
 
@@ -41,12 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
     if keyword.iskeyword(name):
         raise ConfigurationError(f"{name!r} is a word of Python's own; choose another, e.g. {name + '_kernels'!r}.")
     root = Path(arguments.into) / f"m3hal-{name}"
-    if root.exists():
+    if os.path.lexists(root):
         raise ConfigurationError(f"{root} is there already; remove it, or choose another name or --into.")
-    for path, text in FILES.items():
-        target = root / path.replace("NAME", name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text.replace("NAME", name).replace("Name", name.capitalize()))
+    try:
+        for path, text in FILES.items():
+            target = root / path.replace("NAME", name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text.replace("NAME", name).replace("Name", name.capitalize()))
+    except OSError as error:
+        raise ConfigurationError(f"{root} can't be written ({error}); choose another --into or name.") from error
     commands = [f"pip install -e {root}", f"m3hal conform --backend {name} --quick", f"pytest {root}"]
     if arguments.json:
         print(json.dumps({"folder": str(root), "files": sorted(FILES), "next": commands}, indent=2))

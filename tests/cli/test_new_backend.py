@@ -84,3 +84,13 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is there already" in capsys.readouterr().err
     for name in ("Acme", "auto", "reference", "a-b", "../x", "class"):
         assert main(["new-backend", name, "--into", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(("name", "into"), [("acme", "file"), ("a" * 300, ".")])
+def test_what_cannot_be_written_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, into: str
+) -> None:
+    """A file for a folder, a name that is too long: 2."""
+    (tmp_path / "file").touch()
+    assert main(["new-backend", name, "--into", str(tmp_path / into)]) == 2
+    assert "can't be written" in capsys.readouterr().err
