@@ -65,6 +65,15 @@ def events(function: Call, times: int = 1) -> float:
     return float(begin.elapsed_time(end)) * 1e3 / times
 
 
+def launches(function: Call) -> int:
+    """Kernels that a call launches on the GPU."""
+    profiler: Any = torch.profiler
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profile.events())
+
+
 def _replayed(calls: Sequence[Call]) -> Callable[[], float]:
     chain = (list(calls) * (CHAIN // len(calls) + 1))[: max(CHAIN, len(calls))]
     graph: Any = torch.cuda.CUDAGraph()

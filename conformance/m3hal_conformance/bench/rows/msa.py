@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from m3hal_conformance.bench import Bench, Call, Calls, Floor, Row, Work
+from m3hal_conformance.bench import Bench, Call, Calls, Floor, Row, Work, clock
 from m3hal_conformance.bench.rows import RANKS, kilo
 from m3hal_conformance.bench.rows.select_blocks import chained, missed
 from m3hal_conformance.bench.rows.sparse_attention import off
@@ -87,4 +87,6 @@ def _host(ranks: int, requests: int, bench: Bench) -> Work:
         theirs = theirs.transpose(0, 1).contiguous().transpose(0, 1)  # heads first, which both of its steps take
         (choose,) = bench.peer.index_decode(site, [index_q], keys, [meta], theirs)
         calls["vllm"] = [_both(choose, bench.peer.sparse_decode(site, [q], kv, [theirs], [meta], other)[0])]
-    return Work(calls, None, {"m3hal": lambda: off(bench, site, out, q, kv, ids, meta)}, timing="host")
+    facts = {f"launches {name}": clock.launches(several[0]) for name, several in calls.items()} if q.is_cuda else {}
+    check = partial(off, bench, site, out, q, kv, ids, meta)
+    return Work(calls, None, {"m3hal": check}, timing="host", facts=facts)
