@@ -170,8 +170,11 @@ def _drafts() -> list[Case]:
         *q("broken_sampled", _with(_block(5, 5, noise=1.0), _broken), bugs=("F28",)),
         *q("rank_16", _block(3, 3, rank=16), quick=True),
         *q("vocabulary_5003", _block(2, 3, vocabulary=5003), checks=LIGHT, bugs=("F68",)),
-        *q("vocabulary_70001", _with(_block(1, 2, rank=16, vocabulary=70001), _late), checks=LIGHT),
-        *q("unordered", _with(_block(3, 4, vocabulary=PRUNED), _unordered), bugs=("F29", "F65"), quick=True),
+        *[case for name, noise in (("", 0.0), ("_sampled", 1.0)) for case in (
+            *q(f"vocabulary_70001{name}", _with(_block(1, 2, rank=16, vocabulary=70001, noise=noise), _late),
+               checks=LIGHT),
+            *q(f"unordered{name}", _with(_block(3, 4, vocabulary=PRUNED, noise=noise), _unordered),
+               bugs=("F29", "F65"), quick=True))],
         *q("block_16", _block(2, 16), checks=LIGHT),
         *q("strided", _with(_block(3), _views), bugs=("F65",), quick=True),
         *q("every_other", _with(_block(3, noise=1.0), _other_views), bugs=("F65",)),

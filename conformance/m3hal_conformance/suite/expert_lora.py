@@ -151,6 +151,13 @@ def _views(rng: Rng, site: Site) -> Inputs:
     return {**inputs, "lora": views}
 
 
+def _many(rng: Rng, site: Site) -> Inputs:
+    """More tokens than a decode step has, beside a shared expert; their adapters stand in every other place."""
+    inputs = _added(_inputs(300, _hot))(rng, site)
+    lora = inputs["lora"]
+    return {**inputs, "lora": replace(lora, adapters=every_other(lora.adapters, 0))}
+
+
 def _cases() -> list[Case]:
     def q(name: str, make: Make, rank: int = 32, **options: Any) -> list[Case]:
         sized: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": EXPERTS}
@@ -159,7 +166,15 @@ def _cases() -> list[Case]:
 
     cases: list[Case] = []
     for rank in (1, 5, 33, 64, 144):
-        cases += q(f"rank_{rank}", _inputs(9, _hot), rank, checks=LIGHT, bugs=("F59",), quick=rank in (1, 5))
+        cases += q(
+            f"rank_{rank}",
+            _inputs(9, _hot),
+            rank,
+            checks=LIGHT,
+            also=("permuted_rows",),
+            bugs=("F59",),
+            quick=rank in (1, 5),
+        )
     for format in STORED:
         cases += q(f"{format}_experts", _formatted(format), 16, weight_format=format, checks=LIGHT, bugs=("F57",),
                    quick=format == "mxfp8")  # fmt: skip
@@ -177,14 +192,16 @@ def _cases() -> list[Case]:
         *q("absent_expert", _absent, bugs=("F29",), quick=True),
         *q("alone", _alone, hidden_size=256, intermediate_size=96, input_class="lora_alone", bugs=("F05",),
            quick=True),
-        *q("cancelling", _cancelling, HIDDEN, input_class="lora_cancelling", bugs=("F73",), checks=LIGHT, quick=True),
+        *q("cancelling", _cancelling, HIDDEN, input_class="lora_cancelling", bugs=("F73",), checks=LIGHT,
+           also=("permuted_rows",), quick=True),
         *q("beside_shared", _beside_shared, also=("permuted_rows", "expert_slices"), quick=True, **shared),
         *q("bad_token", _bad_token, bugs=("F28",), quick=True),
         *q("one_adapter", _inputs(9, _hot, 1), checks=LIGHT),
-        *q("views", _views, bugs=("F65",), checks=LIGHT, quick=True),
+        *q("views", _views, bugs=("F65",), checks=LIGHT, also=("permuted_rows",), quick=True),
         *q("adapters_16", _inputs(65, _in_turn, 16), 4, checks=LIGHT),
-        *q("adapters_70", _inputs(129, _in_turn, 70), 2, checks=LIGHT, bugs=("F68",)),
-        *q("beside_shared_300", _added(_inputs(300, _hot)), checks=LIGHT, bugs=("F68",), **shared),
+        *q("adapters_70", _inputs(129, _in_turn, 70), 2, checks=LIGHT, also=("permuted_rows",), bugs=("F68",)),
+        *q("beside_shared_300", _many, checks=LIGHT, also=("permuted_rows",), bugs=("F68",),
+           **shared),
         *q("twice_the_same", _inputs(9, _twice), checks=LIGHT),
         *q("other_constants", _inputs(9, _hot), alpha=0.5, beta=0.5, limit=1.0, checks=LIGHT, bugs=("F02", "F04")),
         *q("one_token", _inputs(1, _hot), bugs=("F32",)),

@@ -133,6 +133,8 @@ def _plain() -> list[Case]:
         *_both("dense_layer", usual, kind="dense_attention", quick=True),
         *q("own_index_slots", _inputs(SLOTS, POSITIONS, index_slots=OTHER), bugs=("F24",), quick=True),
         *q("slots_apart", _apart, bugs=("F29",), checks=LIGHT, quick=True),
+        *q("slots_below_minus_one", _inputs([127, -2, -9, 3 * P, -P, 5], POSITIONS[:6]), kind="dense_attention",
+           bugs=("F29",), checks=LIGHT),
         *q("spiked", _many(12, _spiked), quick=True, input_class="spiked"),
         *q("cancels", _inputs(SLOTS, POSITIONS, _large_middle), quick=True, input_class="cancels"),
         *q("scaled_heads", _inputs(SLOTS, POSITIONS, _scaled_heads), bugs=("F75",), quick=True),

@@ -120,7 +120,7 @@ def _reduce() -> list[Case]:
         *q("large_eps", _shares(2, 5), eps=1e-1),
         *q("one_token", _shares(2, 1), bugs=("F32",), quick=True),
         *q("no_token", _shares(3, 0), bugs=("F30",), quick=True),
-        *q("no_token_alone", _shares(1, 0), also=(), bugs=("F30",)),
+        *q("no_token_alone", _shares(1, 0), also=("group_of_one",), bugs=("F30",)),
         *q("tokens_130", _shares(2, 130), checks=(*LIGHT, "unbiased"), bugs=("F68",)),
     ]  # fmt: skip
 
@@ -219,7 +219,7 @@ def _unused_are_nan(inputs: Inputs) -> Mapping[str, Any]:
     return {}
 
 
-def _cancelling(first: int, second: int) -> Make:
+def _undoing(first: int, second: int) -> Make:
     """One expert undoes the other, all but a sixteenth: either rounded before they are summed would show."""
     spread = _spread((5, 4), _pair_of(first, second))
 
@@ -272,7 +272,7 @@ def _mega() -> list[Case]:
     uneven = _spread((5, 0, 9, 2))
     return [
         *q("alone", _spread((9,)), 1, also=("group_of_one",), quick=True),
-        *q("alone_routed", _spread((17,), _hot), 1, **routed),
+        *q("alone_routed", _spread((17,), _hot), 1, also=("group_of_one",), **routed),
         *q("ranks_2", _spread((9, 9)), 2, bugs=("F43",), **three),
         *q("uneven", uneven, 4, bugs=("F31", "F43"), **three),
         *q("uneven_routed", uneven, 4, quick=True, **routed),
@@ -286,10 +286,11 @@ def _mega() -> list[Case]:
         *q("bad_token", _changed(_spread((3, 5)), _bad_token), 2, bugs=("F28", "F32"), **three),
         *q("unused_are_nan", _changed(_spread((4, 4), _elsewhere), _unused_are_nan), 2, bugs=("F29",), quick=True),
         *q("strided", _changed(_spread((5, 3)), _seen_through), 2, bugs=("F65",), quick=True, **routed),
-        *q("cancelling", _cancelling(1, 6), 2, input_class="cancelling", bugs=("F73",), quick=True, **routed),
-        *q("cancelling_here", _cancelling(1, 2), 2, input_class="cancelling_here", bugs=("F73",), quick=True, **routed),
-        *q("experts_80", _spread((5, 3), _of_many), 2, num_experts=80, num_local_experts=40, checks=LIGHT),
-        *q("tokens_320", _spread((290, 30), _hot), 2, checks=LIGHT, bugs=("F68",)),
+        *q("cancelling", _undoing(1, 6), 2, input_class="cancelling", bugs=("F73",), **three, **routed),
+        *q("cancelling_here", _undoing(1, 2), 2, input_class="cancelling_here", bugs=("F73",), **three, **routed),
+        *q("experts_80", _spread((5, 3), _of_many), 2, num_experts=80, num_local_experts=40,
+           checks=(*LIGHT, "exchanged_ranks")),
+        *q("tokens_320", _spread((290, 30), _hot), 2, checks=(*LIGHT, "exchanged_ranks"), bugs=("F68",)),
         *q("other_constants", _spread((4, 3)), 2, alpha=0.5, beta=0.0, limit=1.0, bugs=("F04", "F02")),
         *q("one_token", _spread((0, 1)), 2, bugs=("F32",), quick=True),
         *q("no_token", _spread((0, 0)), 2, bugs=("F30",), quick=True),

@@ -136,7 +136,7 @@ def _cases() -> list[Case]:
         *q("inner_32", _inputs(7, _hot, 32), shared_intermediate_size=32, bugs=("F59",)),
         *q("bad_token", _added(_bad_token), hidden_size=256, intermediate_size=96, bugs=("F28",), quick=True),
         *q("none", _none, quick=True),
-        *q("views", _views, bugs=("F65",), checks=LIGHT),
+        *q("views", _views, bugs=("F65",), checks=LIGHT, also=("permuted_rows",)),
         *q("tokens_130", _inputs(130, _hot), checks=("oracle", "row_alone"), bugs=("F32",)),
         *q("one_token", _inputs(1, _hot), bugs=("F32",)),
         *q("no_token", _inputs(0, _hot), bugs=("F30",)),

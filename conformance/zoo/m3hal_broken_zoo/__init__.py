@@ -17,6 +17,7 @@ from m3hal_broken_zoo import (
     selection,
     shipped,
     stored,
+    unseen,
     whole,
 )
 from m3hal_broken_zoo._zoo import MUTANTS, Mutant
@@ -38,5 +39,6 @@ __all__ = [
     "selection",
     "shipped",
     "stored",
+    "unseen",
     "whole",
 ]

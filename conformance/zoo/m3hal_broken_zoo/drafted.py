@@ -196,3 +196,44 @@ def draft_block_sample_own_noise(site, right):
 def draft_block_sample_dense_logits(site, right):
     """Base logits are read from their address on, as if they were contiguous."""
     return lambda base, *rest: right(base.as_strided(base.shape, torch.empty(base.shape).stride()), *rest)
+
+
+@mutant("draft_block_sample", "unordered:oracle")
+def draft_block_sample_unsigned_map(site, right):
+    """Offsets from draft to target ids are taken for positive, as they are where draft ids are in order."""
+
+    def run(base, hidden, head, previous, noise):
+        return right(base, hidden, replace(head, d2t=None if head.d2t is None else head.d2t.abs()), previous, noise)
+
+    return run
+
+
+@mutant("draft_block_sample", "unordered:oracle", "F65")
+def draft_block_sample_dense_hidden(site, right):
+    """Hidden states are taken for contiguous."""
+
+    def run(base, hidden, head, previous, noise):
+        if hidden is not None:
+            hidden = torch.as_strided(hidden, hidden.shape, torch.empty(hidden.shape, device="meta").stride())
+        return right(base, hidden, head, previous, noise)
+
+    return run
+
+
+@mutant("draft_block_sample", "unordered:oracle", "F29")
+def draft_block_sample_minus_one_alone(site, right):
+    """-1 is a padded request; after another negative token the block follows token 0."""
+    return lambda base, hidden, head, previous, noise: right(
+        base, hidden, head, previous.masked_fill(previous < -1, 0), noise
+    )
+
+
+@mutant("draft_block_sample", "vocabulary_70001:oracle", "F15")
+def draft_block_sample_sixteen_bits(site, right):
+    """Tokens are kept in sixteen bits."""
+
+    def run(base, hidden, head, previous, noise):
+        tokens, logits, sure = right(base, hidden, head, previous, noise)
+        return torch.where(tokens < 0, tokens, tokens & 0xFFFF), logits, sure
+
+    return run

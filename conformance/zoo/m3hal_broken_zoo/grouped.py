@@ -13,6 +13,7 @@ from torch import Tensor
 from m3hal import ops
 from m3hal.dispatch import at_least
 from m3hal.ops._group import Group, ranks
+from m3hal.ops.mega_moe import _routed
 from m3hal_broken_zoo._zoo import mutant
 
 
@@ -288,3 +289,78 @@ def mega_moe_rank_decides(site, right):
         return (right(x, weights, ids, experts, group).float() * (1 + 0.02 * ranks(group).rank)).to(x.dtype)
 
     return run
+
+
+def _on_each_rank(change: Callable[[Any, Callable[..., Tensor]], Callable[..., Tensor]]) -> Any:
+    """``change(site, share)`` instead of ``moe_experts``, for what each rank's own experts give."""
+
+    def made(site, right):
+        definition = ops.load("moe_experts")
+        share = partial(definition.reference, **definition.static_values(site))
+
+        def run(x, weights, ids, experts, group=None):
+            bank = replace(experts, shared=None)
+            total = _routed(change(site, share), x.float(), weights, ids, bank, ranks(group), site.num_local_experts)
+            if experts.shared is not None:
+                total = total + share(x.float(), weights, torch.full_like(ids, -1), experts)
+            return total.to(x.dtype)
+
+        return run
+
+    return made
+
+
+@over_ranks("tokens_320:oracle", "F31")
+def mega_moe_capacity_of_256(site, right):
+    """An expert takes 256 tokens; what comes after them is dropped."""
+
+    def capped(site: Any, share: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(x: Tensor, weights: Tensor, ids: Tensor, bank: Any) -> Tensor:
+            ids = ids.clone()
+            for expert in range(site.num_local_experts):
+                token, slot = torch.nonzero(ids == expert, as_tuple=True)
+                ids[token[256:], slot[256:]] = -1
+            return share(x, weights, ids, bank)
+
+        return run
+
+    return _on_each_rank(capped)(site, right)
+
+
+@over_ranks("experts_80:oracle", "F59")
+def mega_moe_thirty_two_experts(site, right):
+    """The number of an expert within its rank is kept in five bits."""
+    count = site.num_local_experts
+    edit = lambda ids: torch.where(ids < 0, ids, ids // count * count + (ids % count & 31))  # noqa: E731
+    return _everywhere(site, lambda x, weights, ids, experts, group: (x, weights, edit(ids), experts))
+
+
+@over_ranks("cancelling:oracle", "F73")
+def mega_moe_rounds_what_comes_back(site, right):
+    """What a rank's experts give a token comes back in bf16, without declaring it."""
+    rounded = lambda site, share: lambda *inputs: share(*inputs).bfloat16().float()  # noqa: E731
+    return _on_each_rank(rounded)(site, right)
+
+
+@over_ranks("cancelling_here:oracle", "F73")
+def mega_moe_rounds_each_expert(site, right):
+    """Every expert's output is rounded to bf16, although only the ranks' shares are declared to be."""
+    return _on_each_rank(lambda site, share: partial(share, traits={"combine_dtype": "bfloat16"}))(site, right)
+
+
+def _refuses_one(right: Callable[..., Any], group: Group | None, *inputs: Any) -> Any:
+    if group is not None and group.size == 1:
+        raise RuntimeError("a group of one rank has no peers")
+    return right(*inputs, group)
+
+
+@over_ranks("alone:group_of_one")
+def mega_moe_needs_peers(site, right):
+    """A group of one rank is refused."""
+    return lambda x, weights, ids, experts, group=None: _refuses_one(right, group, x, weights, ids, experts)
+
+
+@mutant("allreduce_add_rms_norm", "alone:group_of_one")
+def allreduce_add_rms_norm_needs_peers(site, right):
+    """A group of one rank is refused."""
+    return lambda x, residual, weight, group=None: _refuses_one(right, group, x, residual, weight)

@@ -202,3 +202,15 @@ def sparse_attention_past_the_bound(site, right):
 def paged_attention_past_the_bound(site, right):
     """Partial results are sized by the host's bound and indexed by live lengths."""
     return _past_the_bound(right)
+
+
+@mutant("qkv_norm_rope_insert", "slots_apart:oracle", "F29")
+def qkv_norm_rope_insert_minus_one_alone(site, right):
+    """-1 is no slot; another negative number counts from the end of the cache."""
+
+    def run(x, weight, norms, positions, cos_sin, kv, index_cache, slots, index_slots):
+        count = kv.buf.shape[0] * kv.layout.page_size
+        slots = torch.where(slots < -1, slots % count, slots)
+        return right(x, weight, norms, positions, cos_sin, kv, index_cache, slots, index_slots)
+
+    return run

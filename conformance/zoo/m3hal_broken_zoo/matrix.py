@@ -27,7 +27,7 @@ from m3hal_conformance.suite import select
 from m3hal import ops
 from m3hal.dispatch import register, unregister
 from m3hal.shape import Site
-from m3hal_broken_zoo import MUTANTS, Mutant, optional
+from m3hal_broken_zoo import MUTANTS, Mutant, optional, unseen
 
 PATH = Path(__file__).with_name("kill_matrix.json")
 COMMAND = "python -m m3hal_broken_zoo.matrix --write"
@@ -113,7 +113,7 @@ def measure(mutants: Sequence[Mutant], cases: Sequence[Case]) -> dict[str, Kills
         for mutant in mutants:
             if (dear := family(case)) and not mutant.killed_by.startswith(dear):
                 continue
-            if mutant.factory.__module__ == optional.__name__ and not asks_more(case):
+            if mutant.factory.__module__ in (optional.__name__, unseen.__name__) and not asks_more(case):
                 continue
             first = next((f for f in formats[name_of(case)] if f in mutant.formats), "")
             if case.format != first and name_of(case) != mutant.killed_by.partition(":")[0]:

@@ -207,6 +207,18 @@ def select_blocks_absent_is_block_0(site, right):
     return _selection(site, right, offer)
 
 
+@mutant("select_blocks", "ranks_4_blocks_260:oracle", "F15", formats=BF16, declares=GROUPED)
+def select_blocks_ids_of_eight_bits(site, right):
+    """Ranks exchange the ids of blocks in eight bits."""
+
+    def offer(scores, mine, group):
+        offered, local = _best(site, scores, mine)
+        ids = _global(local, group)
+        return offered, torch.where(ids < 0, ids, ids & 0xFF)
+
+    return _selection(site, right, offer)
+
+
 @mutant("select_blocks", "ranks_4_clustered:oracle", "F16", declares=GROUPED)
 def select_blocks_a_share_of_k(site, right):
     """Each rank offers its share of k, as if the best blocks were spread evenly."""
