@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import shutil
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from m3hal._files import parsed
 from m3hal._published import as_published
 from m3hal.cli.conform import suite
 from m3hal.cli.output import emit
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _engine(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
-        given = json.loads(arguments.engine)
+        given = parsed(arguments.engine)
     except ValueError as error:
         raise ConfigurationError(f"--engine can't be read as JSON: {error}.") from error
     if not isinstance(given, dict):
@@ -136,16 +136,19 @@ def _model(asked: str, folder: Path) -> Path:
 
 def _config(model: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((model / "config.json").read_text())
-    except ValueError as error:
+        found = parsed((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"{model}/config.json can't be read: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{model}/config.json is no configuration: it holds a {type(found).__name__}.")
     return found
 
 
 def _dtype(model: Path) -> str:
     """The checkpoint's; left to itself, vLLM would run an fp32 one in bf16."""
     config = _config(model)
-    text = config.get("text_config", config)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
     return str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
 
 
@@ -162,7 +165,7 @@ def _plan(model: Path, engine: dict[str, Any], policy: Policy) -> Plan:
             max_context=int(engine["max_model_len"]),
             tensor_parallel=int(engine.get("tensor_parallel_size", 1)),
         )
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigurationError(f"{model} is not a MiniMax-M3 checkpoint: {error}.") from error
     made = plan(shape, devices.detect()[0].device, policy, engine=VLLM_HOLDS)
     if made.in_tree:

@@ -68,11 +68,14 @@ def test_slips_exit_with_2(
     assert list(tmp_path.iterdir()) == [model]
 
 
-@pytest.mark.parametrize("files", [{}, {"config.json": "{"}, {"config.json": '{"hidden_size": 8}'}])
+@pytest.mark.parametrize(
+    "files",
+    [{}, *({"config.json": t} for t in ("{", '{"hidden_size": 8}', "[1]", "[" * 100_000, '{"text_config": 5}'))],
+)
 def test_what_is_no_checkpoint_exits_with_2(
     files: dict[str, str], tmp_path: Path, found: Any, monkeypatch: Any
 ) -> None:
-    """An empty folder, a broken config, another model's config."""
+    """An empty folder, a broken config, another model's, one that is no object, nested too deeply, of other types."""
     found(bisecting.Finding(run_of()))
     other = tmp_path / "other"
     other.mkdir()
