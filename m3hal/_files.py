@@ -50,8 +50,16 @@ def _mode(target: Path) -> int:
 
 
 def parsed(text: str | bytes) -> Any:
-    """What a JSON text says. Raises ValueError, also for one that is nested too deeply to be read."""
+    """What a JSON text says. Raises ValueError, also for one that is nested too deeply, or says a key twice."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it says {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found

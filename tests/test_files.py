@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from m3hal._files import write_whole
+from m3hal._files import parsed, write_whole
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +72,13 @@ def test_the_longest_name_is_possible(tmp_path: Path) -> None:
     """The file beside does not add to it."""
     write_whole(tmp_path / ("x" * 255), "plan")
     assert [path.name for path in tmp_path.iterdir()] == ["x" * 255]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("[" * 100_000, "too deeply"), ('{"a": [{"b": 1, "b": 2}]}', "'b' twice"), ("{", "Expecting")]
+)
+def test_what_json_can_hide_is_refused(text: str, told: str) -> None:
+    """A key that hides another, and a nesting that ends Python's stack, are ValueErrors as any slip is."""
+    with pytest.raises(ValueError, match=told):
+        parsed(text)
+    assert parsed('{"a": {"b": [1]}, "b": null}') == {"a": {"b": [1]}, "b": None}
