@@ -70,7 +70,7 @@ DECODE = {
     "mxfp4": Decode(programs=3),
 }
 #: in whose stead one warp a program scores, where blocks and vectors allow it
-BY_WARPS = {"fp8_e4m3": Decode(12, 1, 1, 32, 168), "nvfp4": Decode(12, 1, 1, 32, 168)}
+BY_WARPS = {"fp8_e4m3": Decode(12, 1, 1, 16, 168), "nvfp4": Decode(12, 1, 1, 32, 168)}
 #: IEEE products of fp32 hold their operands in registers
 NARROW = Decode(stages=2)
 PREFILL = Prefill()

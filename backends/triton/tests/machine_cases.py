@@ -60,6 +60,8 @@ KERNELS = {
 SPILLS: dict[tuple[str, str], dict[str, int]] = {
     ("attend", "sparse verify fp8"): {"sm_90": 48, "sm_100": 240, "sm_103": 240},
     ("attend", "sparse verify nvfp4"): {"sm_100": 344, "sm_103": 344},
+    ("attend_by_warps", "sparse decode 1 fp8"): {"sm_90": 8},
+    ("score_few_by_warps", "select decode fp8"): {"sm_100": 32, "sm_103": 32},
     ("score_many", "select prefill fp8"): {"sm_90": 152, "sm_100": 120, "sm_103": 120},
     ("score_many", "select prefill nvfp4"): {"sm_90": 160, "sm_100": 152, "sm_103": 152},
 }
