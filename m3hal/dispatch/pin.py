@@ -92,6 +92,12 @@ def load(policy: Policy) -> Pin:
         raise ConfigurationError(f"'plan' pins every choice; remove {beside[0]!r} from {where}, or 'plan'.")
     data = read(policy.pinned)
     own = Policy.resolve(data["policy"], environ={}, carrier=f"the pinned plan {policy.pinned}")
+    lacking = ["=".join(pair) for pair in policy.require if pair not in own.require]
+    if lacking:  # no key asks for it, so the engine does, as vLLM in batch-invariant mode
+        raise ConfigurationError(
+            f"the engine requires {', '.join(lacking)}, and the pinned plan {policy.pinned} was made without; export "
+            "one from an engine that requires it, or start this one without."
+        )
     return Pin(policy.pinned, data, replace(own, watch=policy.watch, exported=policy.exported), _impl_ids(data))
 
 
