@@ -19,9 +19,7 @@ def test_a_pin_does_not_take_an_engines_requirement_away(shape: ModelShape, tmp_
     pin.export(plan(shape, "cpu", Policy.resolve({"backend": "reference"}, environ={})), path)
     asked = Policy.resolve({"plan": path}, environ={})
     assert plan(shape, "cpu", asked).choice("rms_norm", "moe").server == "reference"
-    with pytest.raises(
-        ConfigurationError, match=r"requires batch_invariant=yes, and the pinned .* without; export"
-    ):
+    with pytest.raises(ConfigurationError, match=r"requires batch_invariant=yes, and the pinned .* without; export"):
         plan(shape, "cpu", replace(asked, require=INVARIANT))
 
 
