@@ -26,7 +26,7 @@ def _adapters(rng: Rng, site: Site, tokens: int, hidden: int, inner: int, count:
     rank = site.lora_rank
 
     def draw(*shape: int, size: float = 1.0) -> Tensor:
-        return (rng.normal(count, EXPERTS, *shape) * (size * shape[-1] ** -0.5)).to(dtype_of(site))
+        return (rng.normal(count, EXPERTS, *shape) * (size * float(shape[-1]) ** -0.5)).to(dtype_of(site))
 
     factors = draw(rank, hidden), draw(2 * inner, rank, size=0.5), draw(rank, inner), draw(hidden, rank, size=0.5)
     chosen = torch.where(rng.uniform(0, 1, tokens) < 0.25, -1, rng.integers(0, count, tokens)).int()
@@ -39,7 +39,8 @@ def _adapted(make: Make, count: int = ADAPTERS) -> Make:
 
     def adapted(rng: Rng, site: Site) -> Inputs:
         inputs = make(rng, site)
-        return {**inputs, "lora": _adapters(rng, site, *inputs["x"].shape, site.intermediate_size, count)}
+        tokens, hidden = inputs["x"].shape
+        return {**inputs, "lora": _adapters(rng, site, tokens, hidden, site.intermediate_size, count)}
 
     return adapted
 
@@ -112,8 +113,8 @@ def _cancelling(rng: Rng, site: Site) -> Inputs:
     whole = rng.integers(-8, 9, EXPERTS, 2 * INNER, HIDDEN) / 8.0
     eye = torch.eye(HIDDEN).expand(1, EXPERTS, -1, -1)
     none = torch.zeros(1, EXPERTS, HIDDEN, INNER), torch.zeros(1, EXPERTS, HIDDEN, HIDDEN)
-    factors = [factor.to(dtype_of(site)).contiguous() for factor in (eye, whole[None] * (-15 / 16), *none)]
-    lora = ExpertLoRA(*factors, torch.ones(1), torch.zeros(9, dtype=torch.int32))
+    a13, b13, a2, b2 = (factor.to(dtype_of(site)).contiguous() for factor in (eye, whole[None] * (-15 / 16), *none))
+    lora = ExpertLoRA(a13, b13, a2, b2, torch.ones(1), torch.zeros(9, dtype=torch.int32))
     experts = replace(inputs["experts"], w13=whole.to(dtype_of(site)))
     return {**inputs, "experts": experts, "lora": lora}
 
@@ -178,7 +179,7 @@ def _cases() -> list[Case]:
     for format in STORED:
         cases += q(f"{format}_experts", _formatted(format), 16, weight_format=format, checks=LIGHT, bugs=("F57",),
                    quick=format == "mxfp8")  # fmt: skip
-    shared = {"shared_intermediate_size": 96, "shared_format": lambda dtype: dtype}
+    shared: dict[str, Any] = {"shared_intermediate_size": 96, "shared_format": lambda dtype: dtype}
     real: dict[str, Any] = {"hidden_size": H, "intermediate_size": 384, "checks": ("oracle", "written", "guards")}
     return [
         *cases,

@@ -126,6 +126,7 @@ def _plain() -> list[Case]:
         return ask(OP, name, make, **asked)
 
     usual = _inputs(SLOTS, POSITIONS)
+    constants: dict[str, Any] = {"eps": 0.3, "weight_offset": 0.0, "rotary_dim": 32}
     return [
         *_both("page_boundaries", usual, quick=True, bugs=("F68", "F74", "F75")),
         *_both("two_kv_heads", usual, tensor_parallel=2, quick=True, bugs=("F67", "F68"), checks=LIGHT),
@@ -133,6 +134,8 @@ def _plain() -> list[Case]:
         *_both("dense_layer", usual, kind="dense_attention", quick=True),
         *q("own_index_slots", _inputs(SLOTS, POSITIONS, index_slots=OTHER), bugs=("F24",), quick=True),
         *q("slots_apart", _apart, bugs=("F29",), checks=LIGHT, quick=True),
+        *q("other_constants", usual, checks=LIGHT, bugs=("F71",), **constants),
+        *q("dense_other_constants", usual, kind="dense_attention", checks=LIGHT, bugs=("F71",), **constants),
         *q("slots_below_minus_one", _inputs([127, -2, -9, 3 * P, -P, 5], POSITIONS[:6]), kind="dense_attention",
            bugs=("F29",), checks=LIGHT),
         *q("spiked", _many(12, _spiked), quick=True, input_class="spiked"),

@@ -173,9 +173,9 @@ def _bank(rng: Rng, site: Site, format: str) -> ExpertWeights:
     return ExpertWeights(*drawn(site.num_experts), shared=shared)
 
 
-def _slices(bank: ExpertWeights, ranks: int) -> PerRank:
+def _slices(bank: ExpertWeights, experts: int, ranks: int) -> PerRank:
     """Each rank's experts, and the shared one on every rank."""
-    step = len(bank.w13) // ranks
+    step = experts // ranks
     parts = [slice(rank * step, (rank + 1) * step) for rank in range(ranks)]
     return PerRank(replace(bank, w13=bank.w13[own], w2=bank.w2[own]) for own in parts)
 
@@ -191,7 +191,7 @@ def _spread(tokens: Sequence[int], routing: Routing = _anywhere, *, format: str 
         if len(tokens) == 1:
             return {"x": x[0], "weights": weights[0], "ids": ids[0], "experts": bank, "group": None}
         spread = {"x": PerRank(x), "weights": PerRank(weights), "ids": PerRank(ids)}
-        return {**spread, "experts": _slices(bank, len(tokens)), "group": None}
+        return {**spread, "experts": _slices(bank, site.num_experts, len(tokens)), "group": None}
 
     return make
 

@@ -136,6 +136,18 @@ def _bad_token(rng: Rng, site: Site) -> Inputs:
     return inputs
 
 
+def _biased(lengths: Lengths) -> Callable[..., Inputs]:
+    """The router's bias decides: all tokens go to two experts, with the weights of the sigmoid."""
+
+    def make(rng: Rng, site: Site, kind: str = "hnd") -> Inputs:
+        inputs = _inputs(lengths)(rng, site, kind)
+        bias = inputs["layer"].bias.clone()
+        bias[rng.permutation(len(bias))[:2]] = torch.tensor([2.5, 1.25])
+        return {**inputs, "layer": replace(inputs["layer"], bias=bias)}
+
+    return make
+
+
 def _with_experts(format: str) -> Callable[[Rng, Site], Inputs]:
     """Routed experts in a storage format; projections and the shared expert are as they were."""
 
@@ -186,6 +198,8 @@ def _plain() -> list[Case]:
         *q("two_kv_heads", _inputs(DECODE[:4]), checks=LIGHT, bugs=("F67",), **narrow, **two),
         *q("no_shared_expert", _inputs(CHUNKS[:3]), checks=LIGHT, **alone),
         *q("other_constants", _other, checks=LIGHT, **{**SMALL, **constants}),
+        *q("biased", _biased(DECODE[:4]), checks=(*LIGHT, "overwritten"), **SMALL),
+        *q("biased_chunks", _biased(CHUNKS[:2]), checks=LIGHT, **narrow, **SMALL),
         *q("strided", _strided, checks=LIGHT, bugs=("F65",), **narrow, **SMALL),
         *q("bad_token", _bad_token, checks=LIGHT, bugs=("F28",), **narrow, **SMALL),
         *q("two_ranks", _among(2, DECODE[:4]), checks=LIGHT, **SMALL),

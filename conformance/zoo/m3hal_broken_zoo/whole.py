@@ -405,3 +405,35 @@ def sparse_decoder_layer_ignores_the_scales(site, right):
         return right(*given)
 
     return run
+
+
+@mutant("sparse_decoder_layer", "biased:oracle", declares=WHOLE)
+def sparse_decoder_layer_unbiased(site, right):
+    """The router chooses by the scores alone."""
+
+    def run(x, residual, layer, *rest):
+        return right(x, residual, replace(layer, bias=torch.zeros_like(layer.bias)), *rest)
+
+    return run
+
+
+def _constants(**values: Any) -> Callable[..., Any]:
+    """The projection and what follows, with constants that are M3's whatever the site says."""
+
+    def made(site: Any, right: Callable[..., Any]) -> Callable[..., Any]:
+        operator = ops.load("qkv_norm_rope_insert")
+        return lambda *inputs: operator.reference(*inputs, **{**operator.static_values(site), **values})
+
+    return made
+
+
+@mutant("qkv_norm_rope_insert", "other_constants:oracle", "F71")
+def qkv_norm_rope_insert_offset_one(site, right):
+    """One is added to the weights of the norms, whatever the site says."""
+    return _constants(weight_offset=1.0)(site, right)
+
+
+@mutant("qkv_norm_rope_insert", "other_constants:oracle", "F71")
+def qkv_norm_rope_insert_own_eps(site, right):
+    """The epsilon of the norms is 1e-6, whatever the site says."""
+    return _constants(eps=1e-6)(site, right)
