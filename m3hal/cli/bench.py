@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", help="its name; what the policy says when left out")
     parser.add_argument("--op", action="append", default=[], metavar="OPERATOR", help="only its rows; may be repeated")
     parser.add_argument(
-        "--case", action="append", default=[], metavar="TEXT", help="only rows whose case contains it; may be repeated"
+        "--case",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only rows whose case contains it; several: all of them",
     )
     parser.add_argument("--peer", choices=("vllm",), help="whose kernels to time in the same rows, where importable")
     parser.add_argument("--runs", type=_runs, default=7, help="interleaved runs, at least 5 (default: %(default)s)")
