@@ -26,7 +26,8 @@ def _adapters(rng: Rng, site: Site, tokens: int, hidden: int, inner: int, count:
     rank = site.lora_rank
 
     def draw(*shape: int, size: float = 1.0) -> Tensor:
-        return (rng.normal(count, EXPERTS, *shape) * (size * float(shape[-1]) ** -0.5)).to(dtype_of(site))
+        drawn: Tensor = rng.normal(count, EXPERTS, *shape) * (size * shape[-1] ** -0.5)
+        return drawn.to(dtype_of(site))
 
     factors = draw(rank, hidden), draw(2 * inner, rank, size=0.5), draw(rank, inner), draw(hidden, rank, size=0.5)
     chosen = torch.where(rng.uniform(0, 1, tokens) < 0.25, -1, rng.integers(0, count, tokens)).int()
