@@ -12,7 +12,7 @@ from m3hal.dispatch.discovery import REFERENCE, Found
 from m3hal.dispatch.levels import proved
 from m3hal.dispatch.names import LEVEL_WORDS
 from m3hal.dispatch.screen import Candidate, Demands, candidates, screen
-from m3hal.dispatch.table import table
+from m3hal.dispatch.table import folded, table
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,9 @@ def matrix(plan: Plan, found: list[Offer], width: int | None = None) -> str:
         lines.append(table(("backend", "operator", "sites", "implementation", "proved"), running, width))
     for backend in dict.fromkeys(offer.backend for offer in found):
         mine = [offer for offer in found if offer.backend == backend and not offer.impl]
-        lines += [f"{backend} does not run {o.operator} at {', '.join(o.sites)}: {o.reason}" for o in mine if o.reason]
+        reasons = [f"{backend} does not run {o.operator} at {', '.join(o.sites)}: {o.reason}" for o in mine if o.reason]
+        lines += [folded(reason, width) for reason in reasons]
         absent = list(dict.fromkeys(offer.operator for offer in mine if not offer.reason))
         if absent:
-            lines.append(f"{backend} has nothing for {', '.join(absent)}")
+            lines.append(folded(f"{backend} has nothing for {', '.join(absent)}", width))
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from m3hal import __version__
 from m3hal.dispatch.libraries import software
-from m3hal.dispatch.table import table
+from m3hal.dispatch.table import folded, table
 
 if TYPE_CHECKING:
     from m3hal.dispatch.discovery import Found
@@ -49,9 +49,10 @@ def explain(plan: Plan, operator: str | None, width: int | None) -> str:
     ]
     if plan.faults:
         parts.append("faults in manifests\n" + "\n".join(f"  {v.operator}: {v}" for v in plan.faults))
+    told = [folded(part, width) for part in parts]
     if operator is None:
-        return "\n\n".join([heading(plan), rows_table(plan, width), *parts])
-    return "\n\n".join([heading(plan), *_explain_rows(plan, operator), *parts])
+        return "\n\n".join([folded(heading(plan), width), rows_table(plan, width), *told])
+    return "\n\n".join([*(folded(part, width) for part in (heading(plan), *_explain_rows(plan, operator))), *told])
 
 
 def _backend(found: Found) -> str:

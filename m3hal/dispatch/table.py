@@ -1,4 +1,4 @@
-"""Tables for terminals."""
+"""Tables and sentences for terminals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | 
 
     Without a terminal, nothing wraps: a log or a pipe gets one line per row.
     """
-    width = shutil.get_terminal_size((0, 0)).columns if width is None else width
+    width = _terminal(width)
     cells = [[_text(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if width:
@@ -26,6 +26,25 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | 
         for parts in zip_longest(*wrapped, fillvalue=""):
             lines.append(_GAP.join(part.ljust(size) for part, size in zip(parts, widths, strict=True)).rstrip())
     return "\n".join(lines)
+
+
+def folded(text: str, width: int | None = None) -> str:
+    """Lines that fit the terminal, or ``width`` characters; what is left of a long one hangs below it."""
+    width = _terminal(width)
+    return "\n".join(_fold(line, width) for line in text.splitlines()) if width else text
+
+
+def _fold(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    indent = line[: len(line) - len(line.lstrip())]
+    wrap = textwrap.TextWrapper(width, indent, indent + "    ", break_long_words=False, break_on_hyphens=False)
+    return wrap.fill(line.strip())
+
+
+def _terminal(width: int | None) -> int:
+    """Its width; 0 without one."""
+    return shutil.get_terminal_size((0, 0)).columns if width is None else width
 
 
 def _fitted(widths: list[int], least: list[int], width: int) -> list[int]:

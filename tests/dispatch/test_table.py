@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from m3hal.dispatch.table import table
+from m3hal.dispatch.table import folded, table
 
 ROWS = [("rms_norm", True, "because the policy asks for it by name"), ("topk", 3, "")]
 
@@ -44,3 +44,15 @@ def test_nothing_wraps_without_a_terminal() -> None:
 def test_header_alone() -> None:
     """No rows, no failure."""
     assert table(("a", "b"), [], width=80) == "a  b\n-  -"
+
+
+def test_sentences_fold_to_the_width() -> None:
+    """What is left of a line hangs below it; a log keeps one line."""
+    text = "backends\n  acme: rejected at device: it runs on acme:x1\nshort"
+    assert folded(text, 30).splitlines() == [
+        "backends",
+        "  acme: rejected at device: it",
+        "      runs on acme:x1",
+        "short",
+    ]
+    assert folded(text, 0) == text
