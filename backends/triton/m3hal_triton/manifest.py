@@ -69,6 +69,19 @@ def _linear(factory: str, *limits: Limit, formats: tuple[str, ...], traits: Mapp
     )
 
 
+def _experts(factory: str, traits: Mapping[str, str] | None = None) -> Impl:
+    """The experts; a variant is named by its factory."""
+    return Impl(
+        f"m3hal_triton.moe_experts:{factory}",
+        limits=_EXPERTS,
+        predicate="m3hal_triton.limits:experts",
+        traits=traits or {},
+        traceable=False,
+        files=_GROUPED,
+        name=factory if traits else "",
+    )
+
+
 def _attention(
     module: str, factory: str, limits: tuple[Limit, ...], predicate: str, files: tuple[str, ...]
 ) -> tuple[Impl, ...]:
@@ -151,22 +164,9 @@ MANIFEST = Manifest(
                 files=("_choose.py", "_launch.py"),
             ),
         ),
-        "moe_experts": tuple(
-            Impl(
-                f"m3hal_triton.moe_experts:{factory}",
-                limits=_EXPERTS,
-                predicate="m3hal_triton.limits:experts",
-                traits=traits,
-                traceable=False,
-                files=_GROUPED,
-                name=name,
-            )
-            for factory, name, traits in (
-                ("moe_experts", "", {}),
-                ("batch_invariant", "batch_invariant", {"batch_invariant": "yes"}),
-            )
-        )
-        + (
+        "moe_experts": (
+            _experts("moe_experts"),
+            _experts("batch_invariant", {"batch_invariant": "yes"}),
             Impl(
                 "m3hal_triton.moe_experts:fp8_activations",
                 limits=(
