@@ -70,8 +70,6 @@ def configure(vllm_config: Any, environ: Mapping[str, str]) -> None:
     policy = policy_of(vllm_config, environ)
     if policy.in_tree:
         logger.info("vLLM's own model serves %s, as m3hal's backend 'vllm' asks.", architecture)
-        if policy.exported:
-            logger.warning("m3hal made no plan, so none is written to %s ('export_plan').", policy.exported)
         _keep_stock(vllm_config.model_config)
         return
     _refuse(vllm_config, foreign)
