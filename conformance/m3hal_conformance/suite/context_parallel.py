@@ -11,7 +11,7 @@ from torch import Tensor
 from m3hal.shape import Site
 from m3hal_conformance.case import Case, Inputs, Rng
 from m3hal_conformance.ranks import PerRank
-from m3hal_conformance.suite._build import LIGHT, ask
+from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
 from m3hal_conformance.suite._paged import Lengths
 from m3hal_conformance.suite.indexer import (
     _all_negative,
@@ -51,6 +51,12 @@ def _clustered(rng: Rng, q: Tensor, keys: list[Tensor]) -> tuple[Tensor, list[Te
     return unit, keys
 
 
+def _strided(rng: Rng, site: Site) -> Inputs:
+    """Queries as slices of wider rows, as a fused projection leaves them."""
+    inputs = _needles([(2, 2500), (3, 129)])(rng, site)
+    return {**inputs, "index_q": in_wide_row(inputs["index_q"], 64, 64)}
+
+
 def _question(ranks: int, name: str, make: Any, also: tuple[str, ...] = (), **options: Any) -> list[Case]:
     asked: dict[str, Any] = {"kind": "sparse_attention", "input_class": "needles", **options}
     case = _among(ranks, make)
@@ -81,6 +87,7 @@ def _plain() -> list[Case]:
         *q(4, "tp4", _needles([(2, 2500)]), tensor_parallel=4, bugs=("F67",)),
         *q(4, "blocks_129", _needles([(1, 129 * 128), (2, 8200)]), max_context=1 << 15, bugs=("F15",), **narrow),
         *q(4, "blocks_260", _with([(1, 260 * 128)], _ramp), max_context=1 << 16, bugs=("F15",), **ramp, **narrow),
+        *q(4, "strided", _strided, bugs=("F65",), **narrow),
         *q(2, "padded_only", _needles([(1, 0), (1, 0)], max_k=256), bugs=("F14",)),
         *q(4, "no_token", _needles([(0, 128)]), bugs=("F30",), quick=True),
     ]  # fmt: skip

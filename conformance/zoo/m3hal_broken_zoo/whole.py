@@ -207,6 +207,18 @@ def select_blocks_absent_is_block_0(site, right):
     return _selection(site, right, offer)
 
 
+@mutant("select_blocks", "ranks_4_strided:oracle", "F65", formats=BF16, declares=GROUPED)
+def select_blocks_dense_queries_among_ranks(site, right):
+    """With several ranks the queries are taken for contiguous."""
+
+    def run(index_q, index_cache, meta, group=None):
+        if ranks(group).size > 1:
+            index_q = torch.as_strided(index_q, index_q.shape, torch.empty(index_q.shape, device="meta").stride())
+        return right(index_q, index_cache, meta, group)
+
+    return run
+
+
 @mutant("select_blocks", "ranks_4_blocks_260:oracle", "F15", formats=BF16, declares=GROUPED)
 def select_blocks_ids_of_eight_bits(site, right):
     """Ranks exchange the ids of blocks in eight bits."""
