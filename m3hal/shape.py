@@ -9,7 +9,14 @@ from typing import Any, Literal
 from m3hal._published import as_published
 
 SiteKind = Literal["dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter", "sparse_layer"]
-SITE_KINDS: tuple[SiteKind, ...] = ("dense_attention", "sparse_attention", "dense_mlp", "moe", "drafter", "sparse_layer")
+SITE_KINDS: tuple[SiteKind, ...] = (
+    "dense_attention",
+    "sparse_attention",
+    "dense_mlp",
+    "moe",
+    "drafter",
+    "sparse_layer",
+)
 #: the places that one place consists of: what runs at any of them runs there too
 WITHIN: Mapping[str, tuple[SiteKind, ...]] = {"sparse_layer": ("sparse_attention", "moe")}
 

@@ -6,8 +6,8 @@
     confidence[i] = sigmoid(c . [hidden[i] | w1[token[i - 1]]])  in fp32
 
 With noise ``temperature * Gumbel`` a draw from softmax(logits / temperature) is made; that noise decides it, bit for
-bit, makes a draw repeatable, and leaves random numbers to the engine. A drafter that corrects its k best tokens only has
-the others' base logits at -inf.
+bit, makes a draw repeatable, and leaves random numbers to the engine. A drafter that corrects only its k best tokens
+has the others' base logits at -inf.
 Source: vLLM's DSpark speculator and its Markov and confidence heads (``qwen3_dspark``), which round the bias and its
 sum with the base logits to bf16 (trait ``logits_round``).
 """

@@ -141,10 +141,19 @@ def arguments(name, tokens, dtype):
         "sparse_decoder_layer": (
             (x, x + 1, whole_layer, positions, table, kv_cache, index_cache, slots, slots, meta),
             {
-                **head_counts, **NORM, **FORCED, **ACTIVATION, "scale": 0.125, "block_size": PAGE, "rotary_dim": 32,
-                "top_k_experts": 4, "renormalize": True, "routed_scale": 2.0, "num_local_experts": 8,
+                **head_counts,
+                **NORM,
+                **FORCED,
+                **ACTIVATION,
+                "scale": 0.125,
+                "block_size": PAGE,
+                "rotary_dim": 32,
+                "top_k_experts": 4,
+                "renormalize": True,
+                "routed_scale": 2.0,
+                "num_local_experts": 8,
             },
-        ),  # fmt: skip
+        ),
         "draft_block_sample": (
             (heads, heads[..., :7], head, torch.arange(tokens), torch.rand(heads.shape, generator=rng)),
             {},
