@@ -48,6 +48,8 @@ def check(entries: list[dict]) -> None:
     assert {entry["target"] for entry in entries} == set(TARGETS)
     for target in TARGETS:
         absent = KERNELS.keys() - {entry["kernel"] for entry in entries if entry["target"] == target}
+        if target.startswith("gfx"):  # operands of a warp lie as NVIDIA's matrix unit takes them
+            absent -= {name for name in absent if name.endswith("_by_warps")}
         assert not absent, f"no case launches {', '.join(sorted(absent))}"
     for entry in entries:
         problem = fault(entry)
