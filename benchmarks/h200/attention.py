@@ -368,7 +368,7 @@ def host(peer):
 
         times = h.host({"vllm": theirs, "m3hal": ours})
         launches = {f"launches_{name}": h.launches(call) for name, call in (("m3hal", ours), ("vllm", theirs))}
-        h.row(f"host decode {format}", f"TP{tp} B{requests} 64K", times, **launches)
+        h.row(f"host decode {format}", f"TP{tp} B{requests} 64K", times, runs=100, **launches)
 
 
 SECTIONS = {"select_decode": select_decode, "sparse_decode": sparse_decode, "prefill": prefill}

@@ -258,13 +258,13 @@ def measured(kept: dict) -> Measured:
     ours, errors = us.get("m3hal"), {k: v for k, v in kept.items() if k.startswith("error")}
     rivals = {name: t for name, t in us.items() if not name.startswith("m3hal")}
     best = min(rivals, key=rivals.get, default="")
-    known = {"operator", "case", "us", "ratio", "floor_us", *errors}
+    known = {"operator", "case", "us", "ratio", "floor_us", "runs", *errors}
     return Measured(
         kept["operator"],
         kept["case"],
         "measured",
         us=us,
-        runs=ROUNDS,
+        runs=kept.get("runs", ROUNDS),
         floor_us=floor,
         share=floor / ours if floor and ours else None,
         ratio=kept["ratio"],
