@@ -252,11 +252,11 @@ def test_a_sentence_at_the_end_is_no_fault_of_a_backend(package, tmp_path, monke
     """A refusal after the cases ran keeps its exit code, and nothing is added to it."""
     monkeypatch.setenv("M3HAL_TEST_FULL", str(tmp_path / "full.json"))
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, pathlib\nwrite = pathlib.Path.write_text\n"
-        "def refuse(self, *a, **k):\n"
-        "    if str(self) == os.environ['M3HAL_TEST_FULL']: raise OSError('no space')\n"
-        "    return write(self, *a, **k)\n"
-        "pathlib.Path.write_text = refuse\n"
+        "import os\nreplace = os.replace\n"
+        "def refuse(source, target, **more):\n"
+        "    if str(target) == os.environ['M3HAL_TEST_FULL']: raise OSError('no space')\n"
+        "    return replace(source, target, **more)\n"
+        "os.replace = refuse\n"
     )
     ended = package(RIGHT, ["inner/*.py"], ["--json", str(tmp_path / "full.json")])
     assert ended.returncode == 1
