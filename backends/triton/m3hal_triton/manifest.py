@@ -48,6 +48,7 @@ _GROUPED = (
     "_moe_lora.py",
     "_moe_tuning.py",
     "_moe_weights.py",
+    "_workspace.py",
     "_decode.py",
     "_launch.py",
     "_encode.py",

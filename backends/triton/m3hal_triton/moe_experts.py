@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from m3hal_triton import _moe_weights as packing
 from m3hal_triton._launch import DOT_PRECISION, after, multiprocessors, power_of_two_above, programmatic
 from m3hal_triton._moe_tuning import FIXED, NARROW, Ladder, Tile, Tuning, ladder_of
 from m3hal_triton._moe_weights import Matrix, Packed
+from m3hal_triton._workspace import Memory, Room
 from m3hal_triton.quantize import quantize_rows
 
 #: columns of one program of the sum, and of the activation
@@ -59,34 +60,6 @@ def _kernel(site: Site, ladder: Ladder, *, rounds: bool = False) -> Kernel:
         update_weights=partial(packing.update, in_order=run.in_order),
         unpack=packing.unpack,
     )
-
-
-@dataclass
-class _Room:
-    """Parts of a workspace: name -> (offset, bytes), each from a multiple of 256 on."""
-
-    parts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    total: int = 0
-
-    def add(self, name: str, size: int) -> None:
-        self.parts[name] = (self.total, size)
-        self.total += -(-size // 256) * 256
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """A workspace and its parts."""
-
-    room: _Room
-    workspace: torch.Tensor
-
-    def take(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        offset, size = self.room.parts[name]
-        return self.workspace[offset : offset + size].view(dtype).view(*shape)
-
-    def find(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
-        """None for a part that is not there."""
-        return self.take(name, dtype, *shape) if name in self.room.parts else None
 
 
 @dataclass(frozen=True)
@@ -161,9 +134,9 @@ class _Run:
             self._splits(pairs, tuning.down, site.hidden_size, site.intermediate_size),
         )
 
-    def room(self, tokens: int) -> _Room:
+    def room(self, tokens: int) -> Room:
         """What a call of so many tokens needs."""
-        site, pairs, room = self._site, tokens * self._slots, _Room()
+        site, pairs, room = self._site, tokens * self._slots, Room()
         up, down = self._both_splits(pairs)
         inner, width = packing.padded(site.intermediate_size), 4 if self._is_wide else 2
         room.add("numbers", 4 * (power_of_two_above(self._experts) + 1))
@@ -203,7 +176,7 @@ class _Run:
         if len(x) == 0:
             return result
         assert workspace is not None
-        memory = _Memory(self.room(len(x)), workspace)
+        memory = Memory(self.room(len(x)), workspace)
         positions = memory.take("positions", torch.int32, -1)
         batch = self._batch(x, ids, experts, memory)
         self._begin(batch, memory, positions)
@@ -229,7 +202,7 @@ class _Run:
         )  # fmt: skip
         return result
 
-    def _batch(self, x: torch.Tensor, ids: torch.Tensor, experts: Packed, memory: _Memory) -> _Batch:
+    def _batch(self, x: torch.Tensor, ids: torch.Tensor, experts: Packed, memory: Memory) -> _Batch:
         pairs, format = len(x) * self._slots, packing.format_of_matrix(experts.w13, x)
         tuning, compute = self._tuning(pairs), self._compute(format)
         numbers, splits = memory.take("numbers", torch.int32, -1), self._both_splits(pairs)
@@ -257,13 +230,13 @@ class _Run:
             is_hopper=is_hopper(x.device),
         )
 
-    def _given(self, x: torch.Tensor, memory: _Memory, *, has_wide: bool) -> torch.Tensor:
+    def _given(self, x: torch.Tensor, memory: Memory, *, has_wide: bool) -> torch.Tensor:
         """Where a product finds its activations."""
         if self._rounds:
             return memory.take("x_codes", torch.float8_e4m3fn, len(x), -1)
         return memory.take("wide", torch.float16, len(x), -1) if has_wide else x
 
-    def _begin(self, batch: _Batch, memory: _Memory, positions: torch.Tensor) -> None:
+    def _begin(self, batch: _Batch, memory: Memory, positions: torch.Tensor) -> None:
         x, ids = batch.x, batch.ids
         tokens, pairs = len(x), len(x) * self._slots
         wide, counts = memory.find("wide", torch.float16, tokens, -1), memory.take("numbers", torch.int32, -1)[:-1]
@@ -286,7 +259,7 @@ class _Run:
                 ids, ids.stride(), positions, counts, batch.order, batch.items, batch.total, pairs, num_warps=8, **same
             )
 
-    def _convert(self, batch: _Batch, memory: _Memory, format: str) -> None:
+    def _convert(self, batch: _Batch, memory: Memory, format: str) -> None:
         """Tokens once more, in the order of another format's products; the routed experts have read theirs."""
         x, wide = batch.x, memory.take("wide", torch.float16, len(batch.x), -1)
         numbers = memory.take("numbers", torch.int32, -1)
@@ -318,7 +291,7 @@ class _Run:
         }
 
     def _up(
-        self, batch: _Batch, matrix: Matrix, positions: torch.Tensor | None, lora: ExpertLoRA | None, memory: _Memory
+        self, batch: _Batch, matrix: Matrix, positions: torch.Tensor | None, lora: ExpertLoRA | None, memory: Memory
     ) -> None:
         """Into ``hidden``; by way of ``raw`` where sums are split or adapters add to them."""
         site, tile, splits = self._site, batch.tuning.up, batch.splits[0]
@@ -349,7 +322,7 @@ class _Run:
             LOWER=1.0 / self._raise if batch.lift else 1.0, **self._common(batch, matrix, tile, splits),
         )  # fmt: skip
 
-    def _shared(self, batch: _Batch, experts: Packed, memory: _Memory) -> torch.Tensor | None:
+    def _shared(self, batch: _Batch, experts: Packed, memory: Memory) -> torch.Tensor | None:
         """fp32 [T, H]: the shared expert's output; None without one."""
         if experts.shared is None:
             return None
@@ -380,7 +353,7 @@ class _Run:
         return own.parts[0]
 
     def _adapt(
-        self, batch: _Batch, lora: ExpertLoRA, positions: torch.Tensor, memory: _Memory, packed: Any, *, is_first: bool
+        self, batch: _Batch, lora: ExpertLoRA, positions: torch.Tensor, memory: Memory, packed: Any, *, is_first: bool
     ) -> None:
         """Adds the adapters' part to the sums of a product; the first split takes it."""
         pairs = len(batch.hidden)
