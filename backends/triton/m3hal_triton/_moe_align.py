@@ -70,7 +70,7 @@ def _count(ids, id_strides, positions, counts, program, pairs, SLOTS: tl.constex
 
 
 @triton.jit
-def _convert(x, x_strides, wide, x_factor, token, size, padded, WIDE: tl.constexpr, FOUR_BIT: tl.constexpr):
+def convert(x, x_strides, wide, x_factor, token, size, padded, WIDE: tl.constexpr, FOUR_BIT: tl.constexpr):
     """A token's activations over their power of two, in the order of the products' columns, filled up with zeros."""
     column = tl.arange(0, WIDE)
     within = column // 8 % 8 * 2 + column % 2
@@ -129,7 +129,7 @@ def begin(
         else:
             _count(ids, id_strides, positions, counts, program, pairs, SLOTS, PAIRS)
     elif wide is not None:
-        _convert(x, x_strides, wide, x_factor, program - sorters, size, padded, WIDE, FOUR_BIT)
+        convert(x, x_strides, wide, x_factor, program - sorters, size, padded, WIDE, FOUR_BIT)
 
 
 @triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=_ARRAYS)

@@ -44,12 +44,12 @@ def _waited(total, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _product(
+def product(
     row, inputs, more, step, first, last, size, width,
     BN: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BN, BT] and [BN, BX], over columns ``first`` to ``last``. row: of :func:`_rows`.
+    """fp32 [BN, BT] and [BN, BX], over columns ``first`` to ``last``. row: of :func:`rows_of`.
 
     inputs, more: pointers to tokens [BT, 1] and [BX, 1], whose columns lie ``step`` apart.
     """
@@ -76,7 +76,7 @@ def _product(
 
 
 @triton.jit
-def _item(items, total, tokens, item, MOST: tl.constexpr, SORTED: tl.constexpr):
+def item_of(items, total, tokens, item, MOST: tl.constexpr, SORTED: tl.constexpr):
     """Expert int64, first position and tokens of a work item; no tokens beyond the last item."""
     if SORTED:
         real = item < tl.load(total)
@@ -90,7 +90,7 @@ def _item(items, total, tokens, item, MOST: tl.constexpr, SORTED: tl.constexpr):
 
 
 @triton.jit
-def _tokens(order, position, there, SLOTS: tl.constexpr, SORTED: tl.constexpr):
+def tokens_of(order, position, there, SLOTS: tl.constexpr, SORTED: tl.constexpr):
     """int64: whose activations lie at a position."""
     if SORTED:
         position = (tl.load(order + position, mask=there, other=0) // SLOTS).to(tl.int64)
@@ -98,7 +98,7 @@ def _tokens(order, position, there, SLOTS: tl.constexpr, SORTED: tl.constexpr):
 
 
 @triton.jit
-def _rows(matrix, expert, n, height):
+def rows_of(matrix, expert, n, height):
     """What a tile's rows need of a packed matrix: pointers to codes and scales, bases and factors."""
     codes, code_strides, scales, scale_strides, base, factor = matrix
     row = tl.minimum(n, height - 1).to(tl.int64)
@@ -115,7 +115,7 @@ def _rows(matrix, expert, n, height):
 
 
 @triton.jit
-def _span(split, size, BK: tl.constexpr, SPLITS: tl.constexpr):
+def span(split, size, BK: tl.constexpr, SPLITS: tl.constexpr):
     """First and last column of a split."""
     if SPLITS == 1:
         first, last = 0, size
@@ -143,7 +143,7 @@ def _finish_up(
     column = tl.arange(0, WIDTH)
     there = column < count
     if x_factor is not None:  # whose they are is asked again: it would have occupied registers in the loop
-        whose = _tokens(order, start + column, there, SLOTS, SORTED)
+        whose = tokens_of(order, start + column, there, SLOTS, SORTED)
         sums = sums * tl.load(x_factor + whose, mask=there, other=0.0)[None, :]
     if raw is not None:
         at = raw + ((split.to(tl.int64) * positions + start + column) * (2 * inner))[None, :] + n[:, None]
@@ -168,13 +168,13 @@ def _up_tile(
 ):  # fmt: skip
     # columns beyond the last token are copies of it
     position = start + tl.minimum(tl.arange(0, BT), count - 1)
-    inputs = x + (_tokens(order, position, position >= 0, SLOTS, SORTED) * x_strides[0])[:, None]
+    inputs = x + (tokens_of(order, position, position >= 0, SLOTS, SORTED) * x_strides[0])[:, None]
     more = inputs
     if BX > 0:
         position = start + tl.minimum(BT + tl.arange(0, BX), count - 1)
-        more = x + (_tokens(order, position, position >= 0, SLOTS, SORTED) * x_strides[0])[:, None]
-    first, last = _span(split, size, BK, SPLITS)
-    total, extra = _product(
+        more = x + (tokens_of(order, position, position >= 0, SLOTS, SORTED) * x_strides[0])[:, None]
+    first, last = span(split, size, BK, SPLITS)
+    total, extra = product(
         row, inputs, more, x_strides[1], first, last, size, width,
         BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES,
     )  # fmt: skip
@@ -229,11 +229,11 @@ def up(
         tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(2 * inner, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
-    expert, start, count = _item(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
+    expert, start, count = item_of(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
     if count <= 0:
         return
     n = tile * BN + tl.arange(0, BN)
-    row = _rows(matrix, expert, n, 2 * inner)
+    row = rows_of(matrix, expert, n, 2 * inner)
     # one of them runs: an expert that few chose is not multiplied with a tile of many
     if BX > 0 and count > BT:
         _up_tile(
@@ -262,7 +262,7 @@ def up(
 
 
 @triton.jit
-def _finish_down(sums, factor, parts, start, count, n, rows, WIDTH: tl.constexpr):
+def finish_down(sums, factor, parts, start, count, n, rows, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
     there = column < count
     if factor is not None:
@@ -282,16 +282,16 @@ def _down_tile(
     more = inputs
     if BX > 0:
         more = hidden + ((start + tl.minimum(BT + tl.arange(0, BX), count - 1)) * inner)[:, None]
-    first, last = _span(split, size, BK, SPLITS)
-    total, extra = _product(
+    first, last = span(split, size, BK, SPLITS)
+    total, extra = product(
         row, inputs, more, 1, first, last, size, inner,
         BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES,
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    _finish_down(total * (row[3] * LOWER), factor, parts, start, count, n, rows, BT)
+    finish_down(total * (row[3] * LOWER), factor, parts, start, count, n, rows, BT)
     if BX > 0:
-        _finish_down(extra * (row[3] * LOWER), factor, parts, start + BT, count - BT, n, rows, BX)
+        finish_down(extra * (row[3] * LOWER), factor, parts, start + BT, count - BT, n, rows, BX)
 
 
 @triton.jit(do_not_specialize=["tokens", "positions"], do_not_specialize_on_alignment=["items", "total", "factor"])
@@ -327,11 +327,11 @@ def down(
         tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(rows, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
-    expert, start, count = _item(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
+    expert, start, count = item_of(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
     if count <= 0:
         return
     n = tile * BN + tl.arange(0, BN)
-    row = _rows(matrix, expert, n, rows)
+    row = rows_of(matrix, expert, n, rows)
     into = parts + split.to(tl.int64) * positions * rows
     if BX > 0 and count > BT:
         _down_tile(

@@ -17,6 +17,7 @@ from m3hal.ops import ExpertLoRA, load
 from m3hal.shape import Site
 from m3hal_triton import _moe_align as align
 from m3hal_triton import _moe_combine as ends
+from m3hal_triton import _moe_few as few
 from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_lora as low_rank
 from m3hal_triton import _moe_weights as packing
@@ -31,6 +32,8 @@ COLUMNS = 2048
 #: tokens up to which a product may be split along K
 SPLIT_TOKENS = 64
 MAX_SPLITS = 8
+#: bytes of each row that the products for few tokens fetch to the cache while they wait
+BYTES = 256
 #: rows of one program of an adapter's second product, and columns of one step of its first
 LORA_ROWS, LORA_COLUMNS = 64, 256
 
@@ -52,10 +55,10 @@ def fp8_activations(site: Site) -> Kernel:
 
 def _kernel(site: Site, ladder: Ladder, *, rounds: bool = False) -> Kernel:
     run = _Run(site, ladder, rounds=rounds)
-    few = range(1, min(site.max_tokens, SPLIT_TOKENS) + 1)
+    small = range(1, min(site.max_tokens, SPLIT_TOKENS) + 1)
     return Kernel(
         run=run,
-        workspace_bytes=max(run.room(tokens).total for tokens in {*few, site.max_tokens}),
+        workspace_bytes=max(run.room(tokens).total for tokens in {*small, site.max_tokens}),
         prepare_weights=partial(packing.prepare, in_order=run.in_order),
         update_weights=partial(packing.update, in_order=run.in_order),
         unpack=packing.unpack,
@@ -143,6 +146,10 @@ class _Run:
         room.add("items", 16 * (min(self._experts, pairs) + pairs // 16 + 1))
         room.add("order", 4 * pairs)
         room.add("positions", 4 * pairs)
+        if self._is_few(tokens):
+            items, tuning = min(self._experts, pairs) + pairs // 16, self._tuning(pairs)
+            tiles = -(-2 * inner // tuning.up.rows) * items + -(-site.hidden_size // tuning.down.rows)
+            room.add("counters", 4 * tiles)
         if self._converts:
             room.add("wide", 2 * tokens * packing.padded(site.hidden_size))
             room.add("x_factor", 4 * tokens)
@@ -179,6 +186,8 @@ class _Run:
         memory = Memory(self.room(len(x)), workspace)
         positions = memory.take("positions", torch.int32, -1)
         batch = self._batch(x, ids, experts, memory)
+        if self._is_few(len(x)):
+            return self._few(batch, experts, memory, weights, result)
         self._begin(batch, memory, positions)
         if lora is not None and batch.raw is None:
             raise ValueError("this site says that it has no adapters (lora_rank 0); plan it with their rank")
@@ -236,6 +245,45 @@ class _Run:
             return memory.take("x_codes", torch.float8_e4m3fn, len(x), -1)
         return memory.take("wide", torch.float16, len(x), -1) if has_wide else x
 
+    def _is_few(self, tokens: int) -> bool:
+        """Whether programs find their items themselves."""
+        pairs, site = tokens * self._slots, self._site
+        is_plain = not self.in_order and not site.lora_rank and not site.shared_intermediate_size
+        return is_plain and pairs <= few.PAIRS and self._tuning(pairs).tokens <= 16
+
+    def _few(
+        self, batch: _Batch, experts: Packed, memory: _Memory, weights: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        site, x, ids, w13, w2 = self._site, batch.x, batch.ids, experts.w13, experts.w2
+        wide, tuning, (pairs, inner) = memory.find("wide", torch.float16, len(x), -1), batch.tuning, batch.hidden.shape
+        counters = memory.take("counters", torch.int32, -1)
+        up_tiles, down_tiles = triton.cdiv(w13.rows, tuning.up.rows), triton.cdiv(w2.rows, tuning.down.rows)
+        zeros, padded = batch.count * up_tiles + down_tiles, 0 if wide is None else wide.shape[1]
+        few.begin[(1 if wide is None else 1 + len(x),)](
+            x, x.stride(), wide, batch.x_factor, counters, zeros, x.shape[1], padded,
+            WIDE=power_of_two_above(max(padded, 64)), FOUR_BIT=_is_packed(self._stored), ZEROS=1024,
+            EARLY=batch.early, num_warps=8, **after(batch.early),
+        )  # fmt: skip
+        lift = self._raise if batch.lift else 1.0
+        same = {
+            "SLOTS": self._slots,
+            "EXPERTS": power_of_two_above(self._experts),
+            "PAIRS": max(power_of_two_above(pairs), 4),
+        }
+        few.up[(batch.count * batch.splits[0] * up_tiles,)](
+            batch.given, batch.given.stride(), batch.x_factor, w13.arguments(), ids, ids.stride(), counters,
+            batch.hidden, batch.raw, pairs, w13.size, batch.given.shape[1], inner,
+            (site.alpha, site.beta, site.limit), RAISE=lift, **same,
+            **self._common(batch, w13, tuning.up, batch.splits[0], is_few=True),
+        )  # fmt: skip
+        few.down[(batch.count * batch.splits[1] * down_tiles,)](
+            batch.hidden, w2.arguments(), ids, ids.stride(), weights, weights.stride(),
+            counters[batch.count * up_tiles :], batch.parts, out, out.stride(), pairs, w2.size, inner, w2.rows,
+            TOKENS=power_of_two_above(len(x)), LOWER=1.0 / lift, **same,
+            **self._common(batch, w2, tuning.down, batch.splits[1], is_few=True),
+        )  # fmt: skip
+        return out
+
     def _begin(self, batch: _Batch, memory: Memory, positions: torch.Tensor) -> None:
         x, ids = batch.x, batch.ids
         tokens, pairs = len(x), len(x) * self._slots
@@ -270,23 +318,31 @@ class _Run:
             FOUR_BIT=_is_packed(format), EARLY=False, num_warps=8,
         )  # fmt: skip
 
-    def _common(self, batch: _Batch, matrix: Matrix, tile: Tile, splits: int) -> dict[str, Any]:
+    def _common(
+        self, batch: _Batch, matrix: Matrix, tile: Tile, splits: int, *, is_few: bool = False
+    ) -> dict[str, Any]:
         """Launch arguments that both products take."""
+        if is_few:
+            row = matrix.codes.stride(1) * matrix.codes.element_size()
+            is_whole = (row | matrix.codes.data_ptr()) % 16 == 0 and row >= BYTES * splits
+            element = (row * 2 // matrix.size).bit_length() - 1
+            more = {"ELEMENT": element, "ahead": BYTES if is_whole else 0}
+        else:
+            more = {"BX": batch.tuning.extra, "SORTED": batch.order is not None}
         return {
             "BN": tile.rows,
             "BT": batch.tuning.tokens,
-            "BX": batch.tuning.extra,
             "BK": tile.depth,
             "SPLITS": splits,
             "FORMAT": batch.format,
             "COMPUTE": batch.compute,
-            "SORTED": batch.order is not None,
             "EVEN": matrix.size % tile.depth == 0,
             "NATIVE": batch.native * (1 if batch.is_hopper else 2),
             "PRECISION": DOT_PRECISION,
             "STAGES": tile.stages,
             "EARLY": batch.early,
             "num_warps": tile.warps,
+            **more,
             **after(batch.early),
         }
 
