@@ -125,7 +125,8 @@ def up(
 ):
     """The activation of w13 times the tokens, for each pair."""
     tiles = tl.cdiv(2 * inner, BN)
-    tile, split, item = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS, tl.program_id(0) // tiles // SPLITS
+    tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
+    item = tl.program_id(0) // tiles // SPLITS
     expert, pair, count, _ = _find(ids, id_strides, pairs, item, SLOTS, EXPERTS, PAIRS, BT)
     n = tile * BN + tl.arange(0, BN)
     row = rows_of(matrix, expert, n, 2 * inner)
@@ -225,7 +226,8 @@ def down(
 ):
     """w2 times the hidden activations, and the output."""
     tiles = tl.cdiv(rows, BN)
-    tile, split, item = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS, tl.program_id(0) // tiles // SPLITS
+    tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
+    item = tl.program_id(0) // tiles // SPLITS
     expert, pair, count, items = _find(ids, id_strides, pairs, item, SLOTS, EXPERTS, PAIRS, BT)
     n = tile * BN + tl.arange(0, BN)
     row = rows_of(matrix, expert, n, rows)
@@ -247,7 +249,7 @@ def down(
         tl.store(at, total, mask=(n < rows)[:, None] & (tl.arange(0, BT) < count)[None, :])
         if out is not None:
             before = _arrive(counters + tile)
-    if out is not None:
+    if out is not None:  # noqa: SIM102 (decided when it is compiled)
         if before == items * SPLITS - 1:
             _sum(
                 parts, ids, id_strides, weights, weight_strides, out, out_strides, n, pairs, rows,

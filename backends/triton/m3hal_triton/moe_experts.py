@@ -252,7 +252,7 @@ class _Run:
         return is_plain and pairs <= few.PAIRS and self._tuning(pairs).tokens <= 16
 
     def _few(
-        self, batch: _Batch, experts: Packed, memory: _Memory, weights: torch.Tensor, out: torch.Tensor
+        self, batch: _Batch, experts: Packed, memory: Memory, weights: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         site, x, ids, w13, w2 = self._site, batch.x, batch.ids, experts.w13, experts.w2
         wide, tuning, (pairs, inner) = memory.find("wide", torch.float16, len(x), -1), batch.tuning, batch.hidden.shape
