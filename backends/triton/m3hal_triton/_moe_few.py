@@ -120,6 +120,7 @@ def up(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
     ELEMENT: tl.constexpr,  # logarithm of a code's bits, less 2
     EARLY: tl.constexpr,
 ):
@@ -138,13 +139,13 @@ def up(
         tl.extra.cuda.gdc_wait()
     if count <= 0:
         return
+    there = tl.arange(0, BT) < count
     inputs = x + (pair // SLOTS * x_strides[0])[:, None]
     total, _ = product(
-        row, inputs, inputs, x_strides[1], first, last, size, width,
-        BN, BT, 0, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES,
+        row, inputs, inputs, there[:, None], x_strides[1], first, last, size, width,
+        BN, BT, 0, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED,
     )  # fmt: skip
     total *= row[3]
-    there = tl.arange(0, BT) < count
     if x_factor is not None:
         total *= tl.load(x_factor + pair // SLOTS, mask=there, other=0.0)[None, :]
     if SPLITS > 1:
@@ -221,6 +222,7 @@ def down(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
     ELEMENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -239,14 +241,15 @@ def down(
         tl.extra.cuda.gdc_wait()
     before = -1  # without any item, programs write zeros
     if count > 0:
+        there = tl.arange(0, BT) < count
         inputs = hidden + (pair * inner)[:, None]
         total, _ = product(
-            row, inputs, inputs, 1, first, last, size, inner,
-            BN, BT, 0, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES,
+            row, inputs, inputs, there[:, None], 1, first, last, size, inner,
+            BN, BT, 0, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED,
         )  # fmt: skip
         total *= row[3] * LOWER
         at = parts + ((split * pairs + pair) * rows)[None, :] + n[:, None]
-        tl.store(at, total, mask=(n < rows)[:, None] & (tl.arange(0, BT) < count)[None, :])
+        tl.store(at, total, mask=(n < rows)[:, None] & there[None, :])
         if out is not None:
             before = _arrive(counters + tile)
     if out is not None:  # noqa: SIM102 (decided when it is compiled)

@@ -20,10 +20,12 @@ WIDE = tl.constexpr(128)
 
 
 @triton.jit
-def _columns(inputs, k, width, step, BK: tl.constexpr, EVEN: tl.constexpr):
-    """[tokens, BK] from column k on; zeros beyond ``width``."""
+def _columns(inputs, there, k, width, step, BK: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr):
+    """[tokens, BK] from column k on; zeros beyond ``width``, and for tokens that are not there."""
     column = k + tl.arange(0, BK)[None, :]
-    if EVEN:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
+    if MASKED:
+        tile = tl.load(inputs + column * step, mask=there if EVEN else there & (column < width), other=0.0)
+    elif EVEN:
         tile = tl.load(inputs + column * step)
     else:
         tile = tl.load(inputs + column * step, mask=column < width, other=0.0)
@@ -45,13 +47,16 @@ def _waited(total, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def product(
-    row, inputs, more, step, first, last, size, width,
+    row, inputs, more, there, step, first, last, size, width,
     BN: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BN, BT] and [BN, BX], over columns ``first`` to ``last``. row: of :func:`rows_of`.
 
-    inputs, more: pointers to tokens [BT, 1] and [BX, 1], whose columns lie ``step`` apart.
+    inputs, more: pointers to tokens [BT, 1] and [BX, 1], whose columns lie ``step`` apart. there: bool [BT, 1], for
+    MASKED: which of the former are read. Each step of a tile of weights reads its tokens too, from the L2 cache, which
+    is but a little faster than memory: copies of the last token would be a quarter more.
     """
     codes, scales, base, _ = row
     total = tl.zeros((BN, BT), tl.float32)
@@ -65,10 +70,10 @@ def product(
         else:
             stored = load_scales(scales, k, size, BK, FORMAT, EVEN)
         weights = load_weights(codes, stored, base, k, size, BN, BK, FORMAT, COMPUTE, EVEN, NATIVE)
-        tokens = _columns(inputs, k, width, step, BK, EVEN)
+        tokens = _columns(inputs, there, k, width, step, BK, EVEN, MASKED)
         total = tl.dot(weights, tl.trans(tokens), total, input_precision=PRECISION)
         if BX > 0:
-            others = _columns(more, k, width, step, BK, EVEN)
+            others = _columns(more, there, k, width, step, BK, EVEN, False)
             extra = tl.dot(weights, tl.trans(others), extra, input_precision=PRECISION)
             extra = _waited(extra, COMPUTE, NATIVE)
         total = _waited(total, COMPUTE, NATIVE)
@@ -164,7 +169,8 @@ def _up_tile(
     x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width, inner,
     numbers, SLOTS: tl.constexpr, RAISE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr,
     BK: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, SORTED: tl.constexpr,
-    EVEN: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # columns beyond the last token are copies of it
     position = start + tl.minimum(tl.arange(0, BT), count - 1)
@@ -173,10 +179,11 @@ def _up_tile(
     if BX > 0:
         position = start + tl.minimum(BT + tl.arange(0, BX), count - 1)
         more = x + (tokens_of(order, position, position >= 0, SLOTS, SORTED) * x_strides[0])[:, None]
+    there = (tl.arange(0, BT) < count)[:, None]
     first, last = span(split, size, BK, SPLITS)
     total, extra = product(
-        row, inputs, more, x_strides[1], first, last, size, width,
-        BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES,
+        row, inputs, more, there, x_strides[1], first, last, size, width,
+        BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED,
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -222,6 +229,7 @@ def up(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    MASKED: tl.constexpr,  # tokens that are not there are not read
     EARLY: tl.constexpr,
 ):
     """The activation of w13 times the tokens, in the order of their experts."""
@@ -239,25 +247,25 @@ def up(
         _up_tile(
             x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width,
             inner, numbers, SLOTS, RAISE, BN, BT, BX, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
-            STAGES, EARLY,
+            STAGES, MASKED, EARLY,
         )  # fmt: skip
     elif BT >= WIDE and count <= BT // 4:
         _up_tile(
             x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width,
             inner, numbers, SLOTS, RAISE, BN, BT // 4, 0, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
-            STAGES, EARLY,
+            STAGES, MASKED, EARLY,
         )  # fmt: skip
     elif BT >= WIDE and count <= BT // 2:
         _up_tile(
             x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width,
             inner, numbers, SLOTS, RAISE, BN, BT // 2, 0, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
-            STAGES, EARLY,
+            STAGES, MASKED, EARLY,
         )  # fmt: skip
     else:
         _up_tile(
             x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width,
             inner, numbers, SLOTS, RAISE, BN, BT, 0, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
-            STAGES, EARLY,
+            STAGES, MASKED, EARLY,
         )  # fmt: skip
 
 
@@ -276,16 +284,17 @@ def _down_tile(
     hidden, factor, row, parts, start, count, n, split, size, inner, rows,
     LOWER: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     FORMAT: tl.constexpr, COMPUTE: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     inputs = hidden + ((start + tl.minimum(tl.arange(0, BT), count - 1)) * inner)[:, None]
     more = inputs
     if BX > 0:
         more = hidden + ((start + tl.minimum(BT + tl.arange(0, BX), count - 1)) * inner)[:, None]
+    there = (tl.arange(0, BT) < count)[:, None]
     first, last = span(split, size, BK, SPLITS)
     total, extra = product(
-        row, inputs, more, 1, first, last, size, inner,
-        BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES,
+        row, inputs, more, there, 1, first, last, size, inner,
+        BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED,
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -320,6 +329,7 @@ def down(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    MASKED: tl.constexpr,  # tokens that are not there are not read
     EARLY: tl.constexpr,
 ):
     """w2 times the hidden activations, in their order."""
@@ -336,20 +346,20 @@ def down(
     if BX > 0 and count > BT:
         _down_tile(
             hidden, factor, row, into, start, count, n, split, size, inner, rows,
-            LOWER, BN, BT, BX, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, EARLY,
+            LOWER, BN, BT, BX, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED, EARLY,
         )  # fmt: skip
     elif BT >= WIDE and count <= BT // 4:
         _down_tile(
             hidden, factor, row, into, start, count, n, split, size, inner, rows,
-            LOWER, BN, BT // 4, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, EARLY,
+            LOWER, BN, BT // 4, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED, EARLY,
         )  # fmt: skip
     elif BT >= WIDE and count <= BT // 2:
         _down_tile(
             hidden, factor, row, into, start, count, n, split, size, inner, rows,
-            LOWER, BN, BT // 2, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, EARLY,
+            LOWER, BN, BT // 2, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED, EARLY,
         )  # fmt: skip
     else:
         _down_tile(
             hidden, factor, row, into, start, count, n, split, size, inner, rows,
-            LOWER, BN, BT, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, EARLY,
+            LOWER, BN, BT, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED, EARLY,
         )  # fmt: skip

@@ -32,6 +32,8 @@ COLUMNS = 2048
 #: tokens up to which a product may be split along K
 SPLIT_TOKENS = 64
 MAX_SPLITS = 8
+#: tokens of a tile up to which those that an item hasn't are not read
+MASKED = 16
 #: bytes of each row that the products for few tokens fetch to the cache while they wait
 BYTES = 256
 #: rows of one program of an adapter's second product, and columns of one step of its first
@@ -143,11 +145,11 @@ class _Run:
         up, down = self._both_splits(pairs)
         inner, width = packing.padded(site.intermediate_size), 4 if self._is_wide else 2
         room.add("numbers", 4 * (power_of_two_above(self._experts) + 1))
-        room.add("items", 16 * (min(self._experts, pairs) + pairs // 16 + 1))
+        room.add("items", 16 * (min(self._experts, pairs) + pairs // 8 + 1))
         room.add("order", 4 * pairs)
         room.add("positions", 4 * pairs)
         if self._is_few(tokens):
-            items, tuning = min(self._experts, pairs) + pairs // 16, self._tuning(pairs)
+            items, tuning = min(self._experts, pairs) + pairs // 8, self._tuning(pairs)
             tiles = -(-2 * inner // tuning.up.rows) * items + -(-site.hidden_size // tuning.down.rows)
             room.add("counters", 4 * tiles)
         if self._converts:
@@ -340,6 +342,7 @@ class _Run:
             "NATIVE": batch.native * (1 if batch.is_hopper else 2),
             "PRECISION": DOT_PRECISION,
             "STAGES": tile.stages,
+            "MASKED": batch.tuning.tokens <= MASKED,
             "EARLY": batch.early,
             "num_warps": tile.warps,
             **more,
