@@ -10,7 +10,7 @@ import triton.language as tl
 
 from m3hal.ops import load
 from m3hal.shape import Site
-from m3hal_triton._choose import order_key, place
+from m3hal_triton._choose import ABSENT, NO_LIMIT, order_key, place
 from m3hal_triton._launch import Launcher, Settings, after, power_of_two_above
 
 #: scores that a warp ranks; a program is one row, and one warp needs no barrier
@@ -137,7 +137,7 @@ def _merge(
     out = load("merge_topk").fake(scores, ids, visible_blocks, top_k_blocks=site.top_k_blocks) if out is None else out
     if out.numel():
         shards, tokens, heads, k = ids.shape
-        forced = site.init_blocks + site.local_blocks
+        candidates = power_of_two_above(shards * k + site.init_blocks + site.local_blocks)
         _merge_rows[(tokens, heads)](
             scores,
             ids,
@@ -149,12 +149,11 @@ def _merge(
             out.stride(),
             OFFERS=shards * k,
             K=k,
-            CANDIDATES=triton.next_power_of_2(shards * k + forced),
+            CANDIDATES=candidates,
             TOPK=site.top_k_blocks,
-            TOPK_PADDED=triton.next_power_of_2(site.top_k_blocks),
             INIT=site.init_blocks,
             LOCAL=site.local_blocks,
-            num_warps=4,
+            num_warps=max(1, min(8, candidates // SCORES_PER_WARP)),
         )
     return out
 
@@ -173,11 +172,13 @@ def _merge_rows(
     K: tl.constexpr,
     CANDIDATES: tl.constexpr,
     TOPK: tl.constexpr,
-    TOPK_PADDED: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
 ):
-    """One row: the shards' offers and the forced blocks, brought into the order of their ids, then chosen."""
+    """One row: of the shards' offers and the forced blocks the best, one after the other; then their ids, ascending.
+
+    Shards order their offers as they like, so a candidate's place says nothing about its id.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     visible = tl.load(visible_of + token * visible_stride)
@@ -193,20 +194,17 @@ def _merge_rows(
     by_force = tl.where(c < OFFERS + INIT, tl.where(first < visible, first, -1), tl.where(last >= INIT, last, -1))
     extra = (c >= OFFERS) & (c < OFFERS + INIT + LOCAL)
     ordinary = offered & (ident >= INIT) & (ident < visible - LOCAL)
-    ident = tl.where(extra, by_force, tl.where(ordinary, ident, -1))
-    present = ident >= 0
+    present = extra & (by_force >= 0) | ordinary & (ident >= 0)
+    key = order_key(score, extra, present)
+    ident = tl.where(present, tl.where(extra, by_force, ident), NO_LIMIT)
 
-    # ranks by counting: few candidates, no sort; the winners of a tie are the lower ids
-    key = order_key(score, extra & present, present)
-    better = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (ident[None, :] < ident[:, None]))
-    rank = tl.sum((better & present[None, :]).to(tl.int32), 1)
-    chosen = present & (rank < TOPK)
-    lower = chosen[None, :] & (ident[None, :] < ident[:, None])
-    slot = tl.sum(lower.to(tl.int32), 1)
+    chosen = tl.full((CANDIDATES,), NO_LIMIT, tl.int32)
+    for _ in range(TOPK):
+        best = tl.min(tl.where(key == tl.max(key, 0), ident, NO_LIMIT), 0)  # of equal ones the first
+        chosen = tl.where(ident == best, ident, chosen)
+        key = tl.where(ident == best, ABSENT, key)
     row = out + token * out_strides[0] + head * out_strides[1]
-    tl.store(row + slot * out_strides[2], ident, mask=chosen)
-    empty = tl.arange(0, TOPK_PADDED)
-    count = tl.sum(chosen.to(tl.int32), 0)
-    tl.store(
-        row + empty * out_strides[2], tl.full((TOPK_PADDED,), -1, tl.int32), mask=(empty >= count) & (empty < TOPK)
-    )
+    for slot in range(TOPK):
+        lowest = tl.min(chosen, 0)
+        tl.store(row + slot * out_strides[2], tl.where(lowest == NO_LIMIT, -1, lowest))
+        chosen = tl.where(chosen == lowest, NO_LIMIT, chosen)

@@ -135,6 +135,13 @@ def _indexer(
     kernel.run(index_q, keys, plan, **extra)
 
 
+def _merge(shards: int) -> None:
+    from m3hal_triton.topk_blocks import merge_topk
+
+    scores = torch.empty(shards, 8, 4, 16)
+    merge_topk(site("sparse_attention", "bfloat16"))(scores, scores.int(), torch.empty(8, dtype=torch.int32))
+
+
 def _insert(dtype: str, kv_format: str = "", index_format: str = "") -> None:
     from m3hal_triton.qk_norm_rope_insert import qk_norm_rope_insert
 
@@ -214,6 +221,8 @@ CASES: dict[str, Callable[[], None]] = {
     "select prefill fp32": partial(_indexer, "select_blocks", "float32", 1, 64),
     "scores decode bf16": partial(_indexer, "block_scores", "bfloat16", 8, 1),
     "scores prefill bf16": partial(_indexer, "block_scores", "bfloat16", 1, 64),
+    "merge 8": partial(_merge, 8),
+    "merge 32": partial(_merge, 32),
     "sparse decode 1 fp32": partial(_sparse, "float32", 1, 1),
     "insert bf16": partial(_insert, "bfloat16"),
     "insert fp32": partial(_insert, "float32"),
