@@ -69,6 +69,20 @@ class Settings:
         self.options = options
 
 
+class Launch(NamedTuple):
+    """A launch that was made."""
+
+    launcher: Launcher
+    grid: tuple[int, int, int]
+    tensors: tuple[torch.Tensor | Tail | None, ...]
+    numbers: tuple[Any, ...]
+    settings: Settings
+
+    def again(self, *changing: int) -> Again | None:
+        """The same with other tensors in these places, at most; None where Triton must be asked for every launch."""
+        return self.launcher.again(self, changing)
+
+
 class Launcher:
     """Launches a kernel as ``kernel[grid](...)`` does, at a fraction of the host's time.
 
@@ -93,10 +107,51 @@ class Launcher:
         tensors: tuple[torch.Tensor | Tail | None, ...],
         numbers: tuple[Any, ...],
         settings: Settings,
-    ) -> None:
+    ) -> Launch:
         """tensors and numbers: the first arguments, in the kernel's order; numbers may be tuples of numbers."""
-        pointers, low = [], 0
-        free = self._free or self._free_of(len(tensors))
+        launch = Launch(self, grid, tensors, numbers, settings)
+        pointers, plain = self._addresses(tensors)
+        key = (grid, numbers, settings, *(pointer is None for pointer in pointers))
+        if plain and self._kept:
+            device = driver.active.get_current_device()
+            known = self._kept.get((device, *key))
+            hooks = knobs.runtime
+            if known is not None and not (_has(hooks.launch_enter_hook) or _has(hooks.launch_exit_hook)):
+                run, function, metadata, constants = known
+                stream = driver.active.get_current_stream(device)
+                run(*grid, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
+                return launch
+        whole = [t.tensor[t.start :] if type(t) is Tail else t for t in tensors]
+        kernel = self._function[grid](*whole, *numbers, **settings.constants, **settings.options)
+        if plain and hasattr(kernel, "packed_metadata"):
+            if len(self._kept) >= self.MOST:
+                self._kept.clear()
+            names = self._function.arg_names[len(tensors) + len(numbers) :]
+            constants = tuple(settings.constants[name] for name in names)
+            device = driver.active.get_current_device()
+            self._kept[device, *key] = kernel.run, kernel.function, kernel.packed_metadata, constants
+        return launch
+
+    def again(self, launch: Launch, changing: tuple[int, ...]) -> Again | None:
+        """See :meth:`Launch.again`."""
+        if not self._kept:
+            return None
+        pointers, plain = self._addresses(launch.tensors)
+        device = driver.active.get_current_device()
+        key = (launch.grid, launch.numbers, launch.settings, *(pointer is None for pointer in pointers))
+        known = self._kept.get((device, *key))
+        if not plain or known is None:
+            return None
+        run, function, metadata, constants = known
+        start = (*launch.grid, 0, function, metadata, None, None, None)
+        free = self._free or ()
+        places = tuple((len(start) + place, 0 if free[place] else 15) for place in changing)
+        return Again(run, device, [*start, *pointers, *launch.numbers, *constants], places)
+
+    def _addresses(self, tensors: tuple[torch.Tensor | Tail | None, ...]) -> tuple[list[int | None], bool]:
+        """The addresses of tensors, and whether all that are specialised are multiples of 16."""
+        pointers: list[int | None] = []
+        low, free = 0, self._free or self._free_of(len(tensors))
         for tensor, is_free in zip(tensors, free, strict=True):
             if tensor is None:
                 pointers.append(None)
@@ -108,26 +163,7 @@ class Launcher:
             pointers.append(pointer)
             if not is_free:
                 low |= pointer
-        plain = not low & 15
-        key = (grid, numbers, settings, *(pointer is None for pointer in pointers))
-        if plain and self._kept:
-            device = driver.active.get_current_device()
-            known = self._kept.get((device, *key))
-            hooks = knobs.runtime
-            if known is not None and not (_has(hooks.launch_enter_hook) or _has(hooks.launch_exit_hook)):
-                run, function, metadata, constants = known
-                stream = driver.active.get_current_stream(device)
-                run(*grid, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
-                return
-        whole = [t.tensor[t.start :] if type(t) is Tail else t for t in tensors]
-        kernel = self._function[grid](*whole, *numbers, **settings.constants, **settings.options)
-        if plain and hasattr(kernel, "packed_metadata"):
-            if len(self._kept) >= self.MOST:
-                self._kept.clear()
-            names = self._function.arg_names[len(tensors) + len(numbers) :]
-            constants = tuple(settings.constants[name] for name in names)
-            device = driver.active.get_current_device()
-            self._kept[device, *key] = kernel.run, kernel.function, kernel.packed_metadata, constants
+        return pointers, not low & 15
 
     def _free_of(self, count: int) -> tuple[bool, ...]:
         """Which of the first arguments may have any address."""
@@ -136,6 +172,39 @@ class Launcher:
         parameters = self._function.params[:count]
         self._free = tuple(p.do_not_specialize or p.do_not_specialize_on_alignment for p in parameters)
         return self._free
+
+
+class Again:
+    """A launch of which only a few addresses change: all else was looked at when it was made the first time.
+
+    Whoever keeps it keeps the tensors whose addresses stay.
+    """
+
+    __slots__ = ("_arguments", "_device", "_places", "_run")
+
+    def __init__(self, run: Any, device: int, arguments: list[Any], places: tuple[tuple[int, int], ...]) -> None:
+        self._run = run
+        self._device = device
+        self._arguments = arguments
+        self._places = places  # in the arguments, and which bits of an address must be 0
+
+    def __call__(self, *pointers: int | None) -> bool:
+        """Launches with these addresses in the changing places; False if it can't, and nothing was launched."""
+        arguments, active, hooks = self._arguments.copy(), driver.active, knobs.runtime
+        for (place, mask), pointer in zip(self._places, pointers, strict=True):
+            if mask and pointer & mask:
+                return False
+            arguments[place] = pointer
+        device = self._device
+        if active.get_current_device() != device or _has(hooks.launch_enter_hook) or _has(hooks.launch_exit_hook):
+            return False
+        arguments[STREAM] = active.get_current_stream(device)
+        self._run(*arguments)
+        return True
+
+
+#: the stream's place among what a compiled kernel's launcher takes
+STREAM = 3
 
 
 def _has(hook: Any) -> bool:

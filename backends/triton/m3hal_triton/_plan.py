@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from m3hal.ops import SeqMeta
-from m3hal_triton._launch import multiprocessors
+from m3hal_triton._launch import Again, multiprocessors
 
 _TOKENS = 256
 #: programs that a plan divides the blocks among at most; 8 numbers each
@@ -17,6 +19,14 @@ MAX_SHARES = 2304
 _SHARES = 32
 #: splits of different tokens and heads that are counted
 ARRIVALS = 1024
+
+
+class Kept(NamedTuple):
+    """Launches of an operator over a plan, what they depend on but addresses, and the workspace that they use."""
+
+    workspace: object
+    key: object
+    launches: Sequence[Again]
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,7 @@ class BatchPlan:
     shares: int32 [programs, 8], equal shares of all blocks: the first block and the end, counted over all requests; the
         request of the first, its first block and end; its first query token and their end; its length.
     arrivals: int32, zeros, of a plan without shares: counters of splits, which return to zero.
+    calls: what an operator launched over this plan, for the model's next layer to launch again.
     """
 
     meta: SeqMeta
@@ -37,6 +48,13 @@ class BatchPlan:
     first_block: torch.Tensor
     shares: torch.Tensor
     arrivals: torch.Tensor
+    calls: dict[object, Kept] = field(default_factory=dict, compare=False, repr=False)
+
+    def keep(self, caller: object, workspace: object, key: object, launches: Sequence[Again | None]) -> None:
+        """Notes what ``caller`` launched, if all of it can be launched again."""
+        known = [launch for launch in launches if launch is not None]
+        if len(known) == len(launches):
+            self.calls[caller] = Kept(workspace, key, known)
 
 
 def plan_bytes(max_tokens: int, max_seqs: int) -> int:

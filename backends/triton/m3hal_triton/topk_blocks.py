@@ -11,7 +11,7 @@ import triton.language as tl
 from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton._choose import ABSENT, NO_LIMIT, order_key, place
-from m3hal_triton._launch import Launcher, Settings, after, power_of_two_above
+from m3hal_triton._launch import Launch, Launcher, Settings, after, power_of_two_above
 
 #: scores that a warp ranks; a program is one row, and one warp needs no barrier
 SCORES_PER_WARP = 512
@@ -46,18 +46,18 @@ def launch_topk(
     divisor: int,
     out: torch.Tensor,
     early: bool = False,
-) -> None:
-    """Chooses for every row of out [T, Hi, k] among ``width`` scores.
+) -> Launch | None:
+    """Chooses for every row of out [T, Hi, k] among ``width`` scores, by the launch that is returned.
 
     A token sees ``visible[t]`` blocks, or with a divisor, the block size, ``visible[t] // divisor + 1`` of a position.
     """
     tokens, heads, _ = out.shape
     if not out.numel():
-        return
+        return None
     rule = (site.top_k_blocks, site.init_blocks, site.local_blocks)  # quicker to look up than a site
     settings = _settings(rule, width, divisor, early)
     numbers = (visible.stride(0), width, strides, out.stride())
-    _launch((heads, tokens, 1), (scores, visible, out), numbers, settings)
+    return _launch((heads, tokens, 1), (scores, visible, out), numbers, settings)
 
 
 @cache

@@ -93,3 +93,34 @@ def test_keeps_a_bounded_number(function, monkeypatch):
     for n in range(10):
         launch((3, 1, 1), (A, B), (n, 1), SETTINGS)
     assert len(launch._kept) <= 3
+
+
+def test_again_with_other_addresses(function):
+    """A launch that is kept passes what it passed before, but for the tensors that change, and the stream of now."""
+    launch = Launcher(function)
+    made = launch((3, 1, 1), (A, B), (10, (1, 2)), SETTINGS)
+    again = made.again(1)
+    assert again(77)
+    assert function.direct == [(3, 1, 1, 7, 1, 2, None, None, None, A.data_ptr(), 77, 10, (1, 2), 32)]
+    assert len(function.asked) == 1
+
+
+def test_again_refuses(function, monkeypatch):
+    """Nothing is launched at an address of another alignment, on another device, or while a profiler listens."""
+    again = Launcher(function)((3, 1, 1), (A, B), (10, 1), SETTINGS).again(0, 1)
+    assert not again(A.data_ptr() + 4, B.data_ptr())
+    hooks = _launch.knobs
+    monkeypatch.setattr(_launch.driver.active, "get_current_device", lambda: 1)
+    assert not again(A.data_ptr(), B.data_ptr())
+    monkeypatch.setattr(_launch.driver.active, "get_current_device", lambda: 0)
+    hook = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[print]), launch_exit_hook=None)
+    monkeypatch.setattr(_launch, "knobs", SimpleNamespace(runtime=hook))
+    assert not again(A.data_ptr(), B.data_ptr())
+    assert not function.direct
+    monkeypatch.setattr(_launch, "knobs", hooks)
+    assert again(A.data_ptr(), B.data_ptr() + 4)
+
+
+def test_again_is_none_for_what_triton_is_asked(function):
+    """A tensor of an address that made a kernel of its own is never launched again without Triton."""
+    assert Launcher(function)((3, 1, 1), (A[1:], B), (10, 1), SETTINGS).again(0) is None

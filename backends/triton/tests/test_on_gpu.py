@@ -151,6 +151,33 @@ def test_decode_graph_replayed_over_other_lengths(format):
         assert worst_row(out, exact) <= BOUND[torch.bfloat16]
 
 
+@pytest.mark.parametrize("lengths", [DECODE, [(1, 300)] * 64], ids=["few", "many"])
+@pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3", "nvfp4"])
+def test_one_plan_for_several_layers(format, lengths):
+    """Later layers repeat launches with other addresses: ids and rows as over plans of their own."""
+    site = real_site("sparse_attention", "bfloat16", format)
+    batch = Batch(site, lengths, torch.bfloat16, extra_tokens=3)
+    kernels = select_blocks(site), sparse_attention(site)
+    scratch = [workspace(kernel) for kernel in kernels]
+
+    def step(index_q, keys, q, kv, plans):
+        ids = torch.full((batch.tokens, 4, 16), 77, dtype=torch.int32, device="cuda")
+        out = poisoned(batch.tokens, 64, 128, dtype=torch.bfloat16)
+        for space in scratch:
+            space.fill_(255)
+        kernels[0].run(index_q, keys, plans[0], ids, scratch[0])
+        kernels[1].run(q, kv, ids, plans[1], out, scratch[1])
+        return ids, out
+
+    shared = [plan(kernel, batch.meta) for kernel in kernels]
+    for _ in range(5):
+        layer = batch.queries(4, 128), batch.cache(1, 128, False, format=format)
+        layer += batch.queries(64, 128), batch.cache(4, 128, True, format=format)
+        alone = step(*layer, [plan(kernel, batch.meta) for kernel in kernels])
+        for found, expected in zip(step(*layer, shared), alone, strict=True):
+            assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3", "nvfp4"])
 def test_a_cache_beyond_2_to_the_31_elements(format):
     """64-bit offsets: the last pages of a cache of more than 2**31 elements, in attention and in the indexer."""
