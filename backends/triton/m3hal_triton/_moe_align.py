@@ -18,10 +18,17 @@ _ARRAYS = ["ids", "order", "items", "total", "positions", "counts", "x_factor"]
 
 
 @triton.jit
-def _expert(ids, id_strides, pair, pairs, SLOTS: tl.constexpr):
-    """Expert of each pair; -1: none."""
+def expert_of(ids, id_strides, pair, pairs, SLOTS: tl.constexpr, SHARED: tl.constexpr, CACHE: tl.constexpr = ""):
+    """Expert of each pair; -1: none. SHARED: whom every token has in its last slot, which no id names; -1: no one."""
     at = ids + pair // SLOTS * id_strides[0] + pair % SLOTS * id_strides[1]
-    return tl.load(at, mask=pair < pairs, other=-1)
+    known = pair < pairs
+    if SHARED >= 0:
+        is_last = pair % SLOTS == SLOTS - 1
+        mine = tl.load(at, mask=known & (pair % SLOTS < SLOTS - 1), other=-1, cache_modifier=CACHE)
+        mine = tl.where(known & is_last, SHARED, mine)
+    else:
+        mine = tl.load(at, mask=known, other=-1, cache_modifier=CACHE)
+    return mine
 
 
 @triton.jit
@@ -43,15 +50,16 @@ def _items(items, total, counts, starts, e, MOST: tl.constexpr):
 def _sort(
     ids, id_strides, order, positions, items, total, pairs,
     SLOTS: tl.constexpr, EXPERTS: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """A pair's position: how many go to lower experts, and how many before it to its own."""
     pair, e = tl.arange(0, ALL), tl.arange(0, EXPERTS)
-    mine = _expert(ids, id_strides, pair, pairs, SLOTS)
+    mine = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED)
     position = tl.zeros((ALL,), tl.int32)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for low in range(0, pairs, CHUNK):
         other = low + tl.arange(0, CHUNK)
-        theirs = _expert(ids, id_strides, other, pairs, SLOTS)[None, :]
+        theirs = expert_of(ids, id_strides, other, pairs, SLOTS, SHARED)[None, :]
         before = (theirs < mine[:, None]) | ((theirs == mine[:, None]) & (other[None, :] < pair[:, None]))
         position += tl.sum(((theirs >= 0) & before).to(tl.int32), 1)
         counts += tl.sum((theirs == e[:, None]).to(tl.int32), 1)
@@ -61,10 +69,12 @@ def _sort(
 
 
 @triton.jit
-def _count(ids, id_strides, positions, counts, program, pairs, SLOTS: tl.constexpr, PAIRS: tl.constexpr):
+def _count(
+    ids, id_strides, positions, counts, program, pairs, SLOTS: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
     """The rank of each pair among its expert's, until its position is known."""
     pair = program * PAIRS + tl.arange(0, PAIRS)
-    mine = _expert(ids, id_strides, pair, pairs, SLOTS)
+    mine = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED)
     rank = tl.atomic_add(counts + mine, 1, mask=mine >= 0, sem="relaxed")
     tl.store(positions + pair, rank, mask=mine >= 0)
 
@@ -116,6 +126,7 @@ def begin(
     WIDE: tl.constexpr,
     FOUR_BIT: tl.constexpr,
     EARLY: tl.constexpr,
+    SHARED: tl.constexpr = -1,
 ):
     """Sorts pairs, or counts them, and converts tokens."""
     program = tl.program_id(0)
@@ -125,9 +136,9 @@ def begin(
     if program < sorters:
         if ALL > 0:
             CHUNK: tl.constexpr = 64 if ALL > 64 else ALL
-            _sort(ids, id_strides, order, positions, items, total, pairs, SLOTS, EXPERTS, ALL, CHUNK, MOST)
+            _sort(ids, id_strides, order, positions, items, total, pairs, SLOTS, EXPERTS, ALL, CHUNK, MOST, SHARED)
         else:
-            _count(ids, id_strides, positions, counts, program, pairs, SLOTS, PAIRS)
+            _count(ids, id_strides, positions, counts, program, pairs, SLOTS, PAIRS, SHARED)
     elif wide is not None:
         convert(x, x_strides, wide, x_factor, program - sorters, size, padded, WIDE, FOUR_BIT)
 
@@ -146,6 +157,7 @@ def scatter(
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
     MOST: tl.constexpr,
+    SHARED: tl.constexpr = -1,
 ):
     """Puts counted pairs into order; program 0 writes the work items."""
     program = tl.program_id(0)
@@ -154,7 +166,7 @@ def scatter(
     if program == 0:
         _items(items, total, found, tl.cumsum(found, 0) - found, e, MOST)
     pair = program * PAIRS + tl.arange(0, PAIRS)
-    mine = _expert(ids, id_strides, pair, pairs, SLOTS)
+    mine = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED)
     start = tl.sum(tl.where(e[None, :] < mine[:, None], found[None, :], 0), 1)
     position = start + tl.load(positions + pair, mask=mine >= 0, other=0)
     tl.store(order + position, pair, mask=mine >= 0)

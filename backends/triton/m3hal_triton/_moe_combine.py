@@ -57,6 +57,7 @@ def combine(
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
+    LAST: tl.constexpr = False,  # whether the last slot is the shared expert's
 ):
     """The weighted sum of a token's parts in the order of their slots, and the shared expert's; rounded once."""
     token = tl.program_id(0).to(tl.int64)
@@ -67,9 +68,12 @@ def combine(
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((COLUMNS,), tl.float32)
     for slot in tl.static_range(SLOTS):
-        here = tl.load(ids + token * id_strides[0] + slot * id_strides[1]) >= 0
+        if LAST and slot == SLOTS - 1:
+            here, weight = token >= 0, 1.0
+        else:
+            here = tl.load(ids + token * id_strides[0] + slot * id_strides[1]) >= 0
+            weight = tl.load(weights + token * weight_strides[0] + slot * weight_strides[1], mask=here, other=0.0)
         position = tl.load(positions + token * SLOTS + slot, mask=here, other=0).to(tl.int64)
-        weight = tl.load(weights + token * weight_strides[0] + slot * weight_strides[1], mask=here, other=0.0)
         there = inside & (column * 0 + here > 0)
         part = tl.zeros((COLUMNS,), tl.float32)
         for split in tl.static_range(SPLITS):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._moe_align import convert
+from m3hal_triton._moe_align import convert, expert_of
 from m3hal_triton._moe_gemm import activated, product, rows_of, span
 
 #: pairs up to which programs find their items themselves
@@ -21,15 +21,15 @@ _ARRAYS = ["ids", "counters", "x_factor", "weights"]
 
 @triton.jit
 def _find(
-    ids, id_strides, pairs, item, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BT: tl.constexpr
+    ids, id_strides, pairs, item,
+    SLOTS: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """A work item's expert, int64, its pairs, how many they are (none beyond the last item), and how many items are.
 
     Pairs have the numbers ``token * SLOTS + slot``; [BT], the last one again beyond the count.
     """
     pair, e = tl.arange(0, PAIRS), tl.arange(0, EXPERTS)
-    at = ids + pair // SLOTS * id_strides[0] + pair % SLOTS * id_strides[1]
-    whose = tl.load(at, mask=pair < pairs, other=-1, cache_modifier=".cg")
+    whose = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED, ".cg")
     tiles = tl.cdiv(tl.sum((whose[None, :] == e[:, None]).to(tl.int32), 1), BT)
     ends = tl.cumsum(tiles, 0)
     expert = tl.sum((ends <= item).to(tl.int32), 0)
@@ -107,6 +107,7 @@ def up(
     numbers,  # alpha, beta, limit
     ahead,  # bytes of each row that are fetched early
     SLOTS: tl.constexpr,
+    SHARED: tl.constexpr,  # the shared expert, which every token has in its last slot; -1: none
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
     RAISE: tl.constexpr,  # what hidden is multiplied by
@@ -128,7 +129,7 @@ def up(
     tiles = tl.cdiv(2 * inner, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
     item = tl.program_id(0) // tiles // SPLITS
-    expert, pair, count, _ = _find(ids, id_strides, pairs, item, SLOTS, EXPERTS, PAIRS, BT)
+    expert, pair, count, _ = _find(ids, id_strides, pairs, item, SLOTS, SHARED, EXPERTS, PAIRS, BT)
     n = tile * BN + tl.arange(0, BN)
     row = rows_of(matrix, expert, n, 2 * inner)
     first, last = span(split, size, BK, SPLITS)
@@ -171,15 +172,18 @@ def up(
 @triton.jit
 def _sum(
     parts, ids, id_strides, weights, weight_strides, out, out_strides, n, pairs, rows,
-    SLOTS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
+    SLOTS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of all tokens' parts in columns n, in the order of slots; rounded once."""
     token = tl.arange(0, TOKENS).to(tl.int64)
     known = token < pairs // SLOTS
     total = tl.zeros((TOKENS, BN), tl.float32)
     for slot in tl.static_range(SLOTS):
-        here = tl.load(ids + token * id_strides[0] + slot * id_strides[1], mask=known, other=-1) >= 0
-        weight = tl.load(weights + token * weight_strides[0] + slot * weight_strides[1], mask=here, other=0.0)
+        if SHARED >= 0 and slot == SLOTS - 1:
+            here, weight = known, tl.full((TOKENS,), 1.0, tl.float32)
+        else:
+            here = tl.load(ids + token * id_strides[0] + slot * id_strides[1], mask=known, other=-1) >= 0
+            weight = tl.load(weights + token * weight_strides[0] + slot * weight_strides[1], mask=here, other=0.0)
         there = here[:, None] & (n < rows)[None, :]
         part = tl.zeros((TOKENS, BN), tl.float32)
         for split in tl.static_range(SPLITS):
@@ -208,6 +212,7 @@ def down(
     rows,
     ahead,
     SLOTS: tl.constexpr,
+    SHARED: tl.constexpr,  # the shared expert, which every token has in its last slot; -1: none
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -230,7 +235,7 @@ def down(
     tiles = tl.cdiv(rows, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
     item = tl.program_id(0) // tiles // SPLITS
-    expert, pair, count, items = _find(ids, id_strides, pairs, item, SLOTS, EXPERTS, PAIRS, BT)
+    expert, pair, count, items = _find(ids, id_strides, pairs, item, SLOTS, SHARED, EXPERTS, PAIRS, BT)
     n = tile * BN + tl.arange(0, BN)
     row = rows_of(matrix, expert, n, rows)
     first, last = span(split, size, BK, SPLITS)
@@ -256,5 +261,5 @@ def down(
         if before == items * SPLITS - 1:
             _sum(
                 parts, ids, id_strides, weights, weight_strides, out, out_strides, n, pairs, rows,
-                SLOTS, TOKENS, SPLITS, BN,
+                SLOTS, SHARED, TOKENS, SPLITS, BN,
             )  # fmt: skip

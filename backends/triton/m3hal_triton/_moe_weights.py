@@ -55,13 +55,17 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Packed:
-    """What ``prepare_weights`` returns. shared: of the shared expert, as one expert."""
+    """What ``prepare_weights`` returns. shared: of the shared expert, as one expert.
+
+    joined: whether its memory follows the last routed expert's, so that it is a product's expert number E.
+    """
 
     w13: Matrix
     w2: Matrix
     x_scale: torch.Tensor | None = None
     hidden_scale: torch.Tensor | None = None
     shared: Packed | None = None
+    joined: bool = False
 
 
 def format_of(weight: Weight) -> str:
@@ -74,13 +78,38 @@ def prepare(experts: ExpertWeights, *, in_order: bool) -> Packed:
     order = _row_order(
         _width(experts.w2), columns(format_of(experts.w2)) if _is_permuted(experts.w2, in_order) else None
     )
-    shared = None if experts.shared is None else prepare(experts.shared, in_order=in_order)
     order = order.to(_data(experts.w13).device)
-    w13, w2 = _empty(experts.w13, order), _empty(experts.w2, None)
-    packed = Packed(w13, w2, experts.x_scale, experts.hidden_scale, shared)
+    own, count = experts.shared, len(_data(experts.w13))
+    joined = own is not None and _is_alike(experts.w13, own.w13) and _is_alike(experts.w2, own.w2)
+    w13, w2 = _empty(experts.w13, order, joined), _empty(experts.w2, None, joined)
+    if own is None or not joined:
+        shared = None if own is None else prepare(own, in_order=in_order)
+    else:
+        last = (_part(w, count, count + 1, given) for w, given in ((w13, own.w13), (w2, own.w2)))
+        shared = Packed(*last, own.x_scale, own.hidden_scale)
+        w13, w2 = _part(w13, 0, count, experts.w13), _part(w2, 0, count, experts.w2)
+        _fill(shared.w13, 0, own.w13, in_order)
+        _fill(shared.w2, 0, own.w2, in_order)
+    packed = Packed(w13, w2, experts.x_scale, experts.hidden_scale, shared, joined)
     _fill(packed.w13, 0, experts.w13, in_order)
     _fill(packed.w2, 0, experts.w2, in_order)
     return packed
+
+
+def _is_alike(routed: Weight, shared: Weight) -> bool:
+    """Whether a shared expert's matrix could be one of the routed experts'."""
+    kinds = [w.spec if isinstance(w, QTensor) else w.dtype for w in (routed, shared)]
+    return kinds[0] == kinds[1] and _data(routed).shape[1:] == _data(shared).shape[1:]
+
+
+def _part(matrix: Matrix, first: int, last: int, given: Weight) -> Matrix:
+    """Some experts of a matrix, in its memory."""
+    parts = [None if t is None else t[first:last] for t in (matrix.codes, matrix.scale, matrix.base, matrix.factor)]
+    codes, scale, base, factor = parts
+    assert codes is not None
+    held = given.global_scale if isinstance(given, QTensor) else None
+    held = None if held is None else held.clone()
+    return Matrix(codes, scale, base, factor, held, matrix.spec, matrix.order, matrix.size)
 
 
 def update(packed: Packed, first: int, experts: ExpertWeights, *, in_order: bool) -> None:
@@ -131,10 +160,10 @@ def _width(weight: Weight) -> int:
     return _data(weight).shape[2] * 8 // bits if isinstance(weight, QTensor) else weight.shape[2]
 
 
-def _empty(weight: Weight, order: torch.Tensor | None) -> Matrix:
+def _empty(weight: Weight, order: torch.Tensor | None, one_more: bool = False) -> Matrix:
     data, size = _data(weight), _width(weight)
     rows = data.shape[1] if order is None else len(order)
-    experts, device = len(data), data.device
+    experts, device = len(data) + one_more, data.device
     dtype = data.dtype if data.element_size() > 1 else torch.uint8
     codes = torch.zeros(experts, rows, data.shape[2], dtype=dtype, device=device)
     if not isinstance(weight, QTensor) or weight.spec.format in PLAIN_FORMATS:

@@ -32,6 +32,8 @@ COLUMNS = 2048
 #: tokens up to which a product may be split along K
 SPLIT_TOKENS = 64
 MAX_SPLITS = 8
+#: tokens of a tile where they are many
+WIDE = 128
 #: tokens of a tile up to which those that an item hasn't are not read
 MASKED = 16
 #: bytes of each row that the products for few tokens fetch to the cache while they wait
@@ -60,7 +62,11 @@ def _kernel(site: Site, ladder: Ladder, *, rounds: bool = False) -> Kernel:
     small = range(1, min(site.max_tokens, SPLIT_TOKENS) + 1)
     return Kernel(
         run=run,
-        workspace_bytes=max(run.room(tokens).total for tokens in {*small, site.max_tokens}),
+        workspace_bytes=max(
+            run.room(tokens, joined).total
+            for tokens in {*small, site.max_tokens}
+            for joined in {False, run.joins(tokens)}
+        ),
         prepare_weights=partial(packing.prepare, in_order=run.in_order),
         update_weights=partial(packing.update, in_order=run.in_order),
         unpack=packing.unpack,
@@ -86,6 +92,7 @@ class _Batch:
     format: str
     compute: tl.dtype
     slots: int
+    shared: int  # number of the shared expert, which is each token's last; -1: it is none of these, or there is none
     tuning: Tuning
     splits: tuple[int, int]
     early: bool
@@ -120,6 +127,17 @@ class _Run:
             return tl.float32
         return tl.bfloat16 if format in PLAIN_FORMATS else tl.float16
 
+    def joins(self, tokens: int) -> bool:
+        """Whether the shared expert would be one more that every token chose, in the same launches.
+
+        That is one of many work items where tokens are few or many. In between they make several items of it, while
+        tiles are as the other experts' fewer tokens want them: launches of its own, in tiles of its own.
+        """
+        site, tile = self._site, self._tuning(tokens * self._slots).tokens
+        is_alike = site.shared_intermediate_size == site.intermediate_size and site.shared_format == site.weight_format
+        is_plain = not self._rounds and not site.lora_rank and self._ladder is not FIXED
+        return is_alike and is_plain and (tokens <= tile or tile >= WIDE)
+
     def _tuning(self, pairs: int, experts: int = 0) -> Tuning:
         return next(tuning for most, tuning in self._ladder if pairs <= most * (experts or self._experts))
 
@@ -139,17 +157,17 @@ class _Run:
             self._splits(pairs, tuning.down, site.hidden_size, site.intermediate_size),
         )
 
-    def room(self, tokens: int) -> Room:
+    def room(self, tokens: int, joined: bool = False) -> Room:
         """What a call of so many tokens needs."""
-        site, pairs, room = self._site, tokens * self._slots, Room()
+        site, pairs, room = self._site, tokens * (self._slots + joined), Room()
         up, down = self._both_splits(pairs)
         inner, width = packing.padded(site.intermediate_size), 4 if self._is_wide else 2
-        room.add("numbers", 4 * (power_of_two_above(self._experts) + 1))
-        room.add("items", 16 * (min(self._experts, pairs) + pairs // 8 + 1))
+        room.add("numbers", 4 * (power_of_two_above(self._experts + joined) + 1))
+        room.add("items", 16 * (min(self._experts + joined, pairs) + pairs // 8 + 1))
         room.add("order", 4 * pairs)
         room.add("positions", 4 * pairs)
-        if self._is_few(tokens):
-            items, tuning = min(self._experts, pairs) + pairs // 8, self._tuning(pairs)
+        if self._is_few(tokens, joined):
+            items, tuning = min(self._experts + joined, pairs) + pairs // 8, self._tuning(pairs)
             tiles = -(-2 * inner // tuning.up.rows) * items + -(-site.hidden_size // tuning.down.rows)
             room.add("counters", 4 * tiles)
         if self._converts:
@@ -166,7 +184,7 @@ class _Run:
         room.add("parts", 4 * down * pairs * site.hidden_size)
         if site.lora_rank:
             room.add("low", 4 * pairs * site.lora_rank)
-        if site.shared_intermediate_size:
+        if site.shared_intermediate_size and not joined:
             room.add("shared_hidden", width * tokens * packing.padded(site.shared_intermediate_size))
             room.add("shared_parts", 4 * tokens * site.hidden_size)
         return room
@@ -184,15 +202,16 @@ class _Run:
         result = self._fake(x, weights, ids, experts) if out is None else out
         if len(x) == 0:
             return result
+        if lora is not None and not self._site.lora_rank:
+            raise ValueError("this site says that it has no adapters (lora_rank 0); plan it with their rank")
         assert workspace is not None
-        memory = Memory(self.room(len(x)), workspace)
+        joined = experts.joined and self.joins(len(x))
+        memory = Memory(self.room(len(x), joined), workspace)
         positions = memory.take("positions", torch.int32, -1)
-        batch = self._batch(x, ids, experts, memory)
-        if self._is_few(len(x)):
+        batch = self._batch(x, ids, experts, memory, joined=joined)
+        if self._is_few(len(x), joined):
             return self._few(batch, experts, memory, weights, result)
         self._begin(batch, memory, positions)
-        if lora is not None and batch.raw is None:
-            raise ValueError("this site says that it has no adapters (lora_rank 0); plan it with their rank")
         if self._rounds:
             _round_rows(x, batch.given, batch.x_factor)
         self._up(batch, experts.w13, positions if lora is not None else None, lora, memory)
@@ -204,17 +223,17 @@ class _Run:
         self._down(batch, experts.w2)
         if lora is not None:
             self._adapt(batch, lora, positions, memory, experts, is_first=False)
-        shared = self._shared(batch, experts, memory)
+        shared = None if joined else self._shared(batch, experts, memory)
         width = batch.parts.shape[-1]
         ends.combine[(len(x), triton.cdiv(width, COLUMNS))](
-            batch.parts, positions, len(x) * self._slots, ids, ids.stride(), weights, weights.stride(), shared, result,
-            result.stride(), width, SLOTS=self._slots, SPLITS=batch.splits[1],
+            batch.parts, positions, len(batch.hidden), ids, ids.stride(), weights, weights.stride(), shared, result,
+            result.stride(), width, SLOTS=batch.slots, LAST=joined, SPLITS=batch.splits[1],
             COLUMNS=min(COLUMNS, power_of_two_above(width)), EARLY=batch.early, num_warps=4, **after(batch.early),
         )  # fmt: skip
         return result
 
-    def _batch(self, x: torch.Tensor, ids: torch.Tensor, experts: Packed, memory: Memory) -> _Batch:
-        pairs, format = len(x) * self._slots, packing.format_of_matrix(experts.w13, x)
+    def _batch(self, x: torch.Tensor, ids: torch.Tensor, experts: Packed, memory: Memory, *, joined: bool) -> _Batch:
+        pairs, format = len(x) * (self._slots + joined), packing.format_of_matrix(experts.w13, x)
         tuning, compute = self._tuning(pairs), self._compute(format)
         numbers, splits = memory.take("numbers", torch.int32, -1), self._both_splits(pairs)
         has_wide = compute == tl.float16
@@ -230,10 +249,11 @@ class _Run:
             hidden_factor=None,
             raw=memory.find("raw", torch.float32, splits[0], pairs, -1),
             parts=memory.take("parts", torch.float32, splits[1], pairs, -1),
-            count=min(self._experts, pairs) + pairs // tuning.most,
+            count=min(self._experts + joined, pairs) + pairs // tuning.most,
             format=format,
             compute=compute,
-            slots=self._slots,
+            slots=self._slots + joined,
+            shared=self._experts if joined else -1,
             tuning=tuning,
             splits=splits,
             early=programmatic(x.device),
@@ -247,10 +267,10 @@ class _Run:
             return memory.take("x_codes", torch.float8_e4m3fn, len(x), -1)
         return memory.take("wide", torch.float16, len(x), -1) if has_wide else x
 
-    def _is_few(self, tokens: int) -> bool:
+    def _is_few(self, tokens: int, joined: bool = False) -> bool:
         """Whether programs find their items themselves."""
-        pairs, site = tokens * self._slots, self._site
-        is_plain = not self.in_order and not site.lora_rank and not site.shared_intermediate_size
+        pairs, site = tokens * (self._slots + joined), self._site
+        is_plain = not self.in_order and not site.lora_rank and joined == (site.shared_intermediate_size > 0)
         return is_plain and pairs <= few.PAIRS and self._tuning(pairs).tokens <= 16
 
     def _few(
@@ -268,8 +288,9 @@ class _Run:
         )  # fmt: skip
         lift = self._raise if batch.lift else 1.0
         same = {
-            "SLOTS": self._slots,
-            "EXPERTS": power_of_two_above(self._experts),
+            "SLOTS": batch.slots,
+            "SHARED": batch.shared,
+            "EXPERTS": power_of_two_above(max(self._experts, batch.shared + 1)),
             "PAIRS": max(power_of_two_above(pairs), 4),
         }
         few.up[(batch.count * batch.splits[0] * up_tiles,)](
@@ -288,7 +309,7 @@ class _Run:
 
     def _begin(self, batch: _Batch, memory: Memory, positions: torch.Tensor) -> None:
         x, ids = batch.x, batch.ids
-        tokens, pairs = len(x), len(x) * self._slots
+        tokens, pairs = len(x), len(batch.hidden)
         wide, counts = memory.find("wide", torch.float16, tokens, -1), memory.take("numbers", torch.int32, -1)[:-1]
         is_alone = pairs <= align.SORTED_ALONE
         if not is_alone:
@@ -296,7 +317,8 @@ class _Run:
         sorters = 1 if is_alone else triton.cdiv(pairs, align.PAIRS)
         padded = 0 if wide is None else wide.shape[1]
         early = batch.early and is_alone
-        same = {"SLOTS": self._slots, "EXPERTS": len(counts), "PAIRS": align.PAIRS, "MOST": batch.tuning.most}
+        same = {"SLOTS": batch.slots, "SHARED": batch.shared, "EXPERTS": len(counts)}
+        same |= {"PAIRS": align.PAIRS, "MOST": batch.tuning.most}
         align.begin[(sorters + (0 if wide is None else tokens),)](
             x, x.stride(), wide, memory.find("x_factor", torch.float32, -1), ids, ids.stride(), batch.order,
             batch.items, batch.total, positions, counts, tokens, pairs, sorters, x.shape[1], padded,
@@ -405,6 +427,7 @@ class _Run:
             compute=compute,
             tuning=tuning,
             slots=1,
+            shared=-1,
             splits=(1, 1),
         )
         self._up(own, experts.shared.w13, None, None, memory)

@@ -155,6 +155,31 @@ def test_split_sums(format):
     assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
 
 
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp8"])
+@pytest.mark.parametrize("chosen", ["one", "one and few", "none"])
+def test_few_tokens_of_one_expert(format, chosen):
+    """More pairs of an expert than an item has, a token with one expert in several slots, and no pair at all."""
+    site, experts = _site("bfloat16", format, num_local_experts=16), _experts(format, 16)
+    x, weights, ids = _inputs(16, torch.bfloat16, experts=16)
+    absent = ids < 0
+    if chosen != "one and few":
+        ids = torch.full_like(ids, 3)
+    ids[3:] = 3
+    weights = weights.nan_to_num(0.3)
+    if chosen != "one":
+        ids = ids.masked_fill(absent, -1)
+    if chosen == "none":
+        ids = torch.full_like(ids, -1)
+    kernel = moe_experts(site)
+    wide = poisoned(16, 2 * H, dtype=torch.bfloat16)
+    scratch = torch.full((kernel.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    strided = [torch.stack([t, t], -1).flatten(1)[:, ::2] for t in (weights, ids)]
+    assert kernel.run._is_few(16)
+    packed = kernel.prepare_weights(experts)
+    out = kernel.run(x, *strided, packed, out=wide[:, : 2 * H : 2], workspace=scratch)
+    assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
+
+
 @pytest.mark.parametrize("format", ["bfloat16", "mxfp8", "nvfp4"])
 def test_a_narrow_product_beside_the_tile(format):
     """Experts with fewer tokens than a tile, with a few more, and with several tiles."""
@@ -196,6 +221,39 @@ def test_shared_expert(format, shared):
     packed = kernel.prepare_weights(experts)
     out = _run(kernel, x, weights, ids, packed)
     assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize(("tokens", "joins"), [(1, True), (5, True), (70, False), (300, True)])
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp8", "nvfp4"])
+def test_shared_expert_in_the_same_launches(format, tokens, joins):
+    """One that is like the routed ones is one more of them, for few tokens and for many."""
+    hidden, inner = 64, 32
+    site = _site("bfloat16", format, tokens, hidden_size=hidden, intermediate_size=inner)
+    site = replace(site, shared_intermediate_size=inner, shared_format=format)
+    own = {"hidden": hidden, "inner": inner}
+    experts = _experts(format, **own, shared=_experts(format, 1, **own, seed=9))
+    x, weights, ids = _inputs(tokens, torch.bfloat16, hidden)
+    ids[tokens // 2] = -1
+    kernel = moe_experts(site)
+    assert kernel.run.joins(tokens) == joins
+    packed = kernel.prepare_weights(experts)
+    out = _run(kernel, x, weights, ids, packed)
+    assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
+
+
+def test_update_of_a_joined_shared_expert():
+    """Routed and shared experts lie side by side, and each is written and read as its own."""
+    own = {"hidden": 64, "inner": 32}
+    old, new = (_experts("nvfp4", **own, seed=s, shared=_experts("nvfp4", 1, **own, seed=s + 9)) for s in (0, 5))
+    site = _site("bfloat16", "nvfp4", hidden_size=64, intermediate_size=32)
+    kernel = moe_experts(replace(site, shared_intermediate_size=32, shared_format="nvfp4"))
+    packed = kernel.prepare_weights(old)
+    assert packed.joined
+    for given in (old, new):
+        kernel.update_weights(packed, 0, given)
+        back = kernel.unpack(packed)
+        assert _bytes(back) == _bytes(given)
+        assert _bytes(back.shared) == _bytes(given.shared)
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "mxfp8", "nvfp4"])
