@@ -85,8 +85,8 @@ def prepare(experts: ExpertWeights, *, in_order: bool) -> Packed:
     if own is None or not joined:
         shared = None if own is None else prepare(own, in_order=in_order)
     else:
-        last = (_part(w, count, count + 1, given) for w, given in ((w13, own.w13), (w2, own.w2)))
-        shared = Packed(*last, own.x_scale, own.hidden_scale)
+        first, last = _part(w13, count, count + 1, own.w13), _part(w2, count, count + 1, own.w2)
+        shared = Packed(first, last, own.x_scale, own.hidden_scale)
         w13, w2 = _part(w13, 0, count, experts.w13), _part(w2, 0, count, experts.w2)
         _fill(shared.w13, 0, own.w13, in_order)
         _fill(shared.w2, 0, own.w2, in_order)
