@@ -66,6 +66,7 @@ def make_claim(
         "seed": runner.seed,
         "executor": "in-process",
         "threads": runner.threads,
+        "require": list(runner.require),
         "largest": largest(results),
         "implementations": {
             operator: {identity: _described(runner, case) for identity, case in found.items()}

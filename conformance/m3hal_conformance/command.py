@@ -18,7 +18,7 @@ from m3hal.dispatch import Policy, devices, levels
 from m3hal.dispatch.devices import detect
 from m3hal.dispatch.discovery import discover
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
-from m3hal_conformance import reports, support_page
+from m3hal_conformance import jobs, reports, support_page
 from m3hal_conformance.case import DTYPES, Case
 from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.claim import make_claim
@@ -51,9 +51,10 @@ def conform(options: argparse.Namespace) -> int:
     device = device_of(options.device)
     backend = _backend(options.backend, device)
     threads = default_threads(backend) if options.threads is None else options.threads
-    if threads < 1:
-        raise ConfigurationError(f"--threads takes 1 or more, not {threads}.")
-    runner = Runner(backend, device, options.seed, threads)
+    for name, count in (("threads", threads), ("jobs", options.jobs)):
+        if count < 1:
+            raise ConfigurationError(f"--{name} takes 1 or more, not {count}.")
+    runner = Runner(backend, device, options.seed, threads, tuple(options.require))
     cases = _cases(options)
     if options.list:
         print("\n".join(case.id for case in cases))
@@ -62,7 +63,7 @@ def conform(options: argparse.Namespace) -> int:
     check_writable(options, "json", "junit", "html")
     told = _waivers(options)
     waivers = concerning(told, runner.device)
-    results = runner.run(cases, reports.Progress(len(cases)))
+    results = jobs.run(runner, cases, options.jobs, reports.Progress(len(cases)))
     coverage, extra = cover(runner, cases, results)
     if not options.op and not options.case:
         extra += runner.nameless()

@@ -7,7 +7,7 @@ bands must be intact, arguments that are not declared mutable unchanged, and eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,11 @@ from m3hal_conformance.trees import map_tensors, tensors
 #: elements of poison before and after the carved tensor's own extent, and bytes of them at least: a workspace is bytes,
 #: and what outgrows it need not write its very first one too many
 BAND, BAND_BYTES = 256, 4096
+#: bytes of a slab up to which it crosses to the host and back together with others: each crossing waits for the device,
+#: and where processes share it, for them; what is larger is compared where it lies
+_SMALL = 1 << 22
+#: to which the bytes of a slab are made up, so that one that follows another in memory has its dtype's alignment
+_ROUND = 16
 
 #: bit patterns by dtype, two each: an 8-bit output may legitimately hold one of them, but not each in turn
 _POISON: dict[torch.dtype, tuple[int, int]] = {
@@ -44,7 +49,9 @@ class Slab:
 
     view: the tensor, with the given shape and strides. which: 0 or 1, the poison. offset: of the tensor in its own
     storage; the view's address is off a multiple of 16 elements by as much, so that a view that starts off an even
-    address still does.
+    address still does. source: what the view holds from the start, of its shape and dtype, on any device.
+
+    What is asked of it is answered from the device's memory, or after :func:`fetch` from the copy that it made.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class Slab:
         device: torch.device,
         which: int = 0,
         offset: int = 0,
+        source: Tensor | None = None,
     ) -> None:
         if any(step < 0 for step in stride):
             raise ValueError("torch has no negative strides")
@@ -62,10 +70,25 @@ class Slab:
         extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
         band = max(BAND, BAND_BYTES // dtype.itemsize)
         self._band = band + offset % 16
-        self._slab = torch.empty(self._band + extent + band, dtype=dtype, device=device)
-        bits(self._slab).fill_(self._poison)
-        self._place = (tuple(shape), tuple(stride), self._band)
-        self.view = self._slab.as_strided(*self._place)
+        size = self._band + extent + band
+        size += -size % (_ROUND // dtype.itemsize)
+        self.is_small = size * dtype.itemsize <= _SMALL
+        self._fetched: Tensor | None = None
+        first = torch.empty(size, dtype=dtype, device="cpu" if self.is_small else device)
+        bits(first).fill_(self._poison)
+        self._place = (tuple(shape), tuple(stride))
+        if source is not None and source.numel():
+            bits(self._within(first)).copy_(bits(source))
+        self._slab = first.to(device, non_blocking=True)  # pageable memory has been read when it returns
+        self.view = self._within(self._slab)
+
+    def _within(self, slab: Tensor) -> Tensor:
+        return slab.as_strided(*self._place, int(slab.storage_offset()) + self._band)
+
+    @property
+    def seen(self) -> Tensor:
+        """The view, or its copy on the host."""
+        return self.view if self._fetched is None else self._within(self._fetched)
 
     @classmethod
     def like(cls, tensor: Tensor, which: int = 0) -> Slab:
@@ -85,16 +108,28 @@ class Slab:
 
     def intact(self) -> bool:
         """Whether everything outside the view is still poison."""
+        slab = self._slab if self._fetched is None else self._fetched
         if self.view.is_contiguous():  # nothing but the two bands lies outside
-            codes, end = bits(self._slab), self._band + self.view.numel()
+            codes, end = bits(slab), self._band + self.view.numel()
             return bool((codes[: self._band] == self._poison).all() and (codes[end:] == self._poison).all())
-        inside = torch.zeros(self._slab.shape, dtype=torch.bool, device=self._slab.device)
-        inside.as_strided(*self._place).fill_(True)
-        return bool((bits(self._slab) == self._poison)[~inside].all())
+        inside = torch.zeros(slab.shape, dtype=torch.bool, device=slab.device)
+        self._within(inside).fill_(True)
+        return bool((bits(slab) == self._poison)[~inside].all())
 
     def unwritten(self) -> Tensor:
         """bool, of the view's shape: elements that are still poison."""
-        return bits(self.view) == self._poison
+        return bits(self.seen) == self._poison
+
+
+def fetch(slabs: Iterable[Slab]) -> None:
+    """Copies the small ones to the host, as they are now, in one transfer."""
+    asked = [slab for slab in slabs if slab.is_small]
+    if not asked:
+        return
+    whole = torch.cat([slab._slab.view(torch.uint8) for slab in asked]).cpu()
+    parts = torch.split(whole, [slab._slab.nbytes for slab in asked])
+    for slab, part in zip(asked, parts, strict=True):
+        slab._fetched = part.view(slab._slab.dtype)
 
 
 def run_guarded(

@@ -15,7 +15,7 @@ from m3hal.layouts import PagedCache
 from m3hal.ops import ExpertWeights, Operator, SeqMeta
 from m3hal.ops.sparse_decoder_layer import LayerWeights
 from m3hal_conformance.bounds import bits
-from m3hal_conformance.guard import Slab
+from m3hal_conformance.guard import Slab, fetch
 from m3hal_conformance.ranks import PerRank, by_rank, of_rank, rank_count, run_ranks
 from m3hal_conformance.trees import map_tensors, tensors
 
@@ -115,10 +115,7 @@ class Harness:
                 bits(plain).copy_(bits(tensor))
                 return plain
             offset = int(tensor.storage_offset())
-            slab = Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which, offset)
-            if tensor.numel():
-                bits(slab.view).copy_(bits(tensor))
-            return keep(slab)
+            return keep(Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which, offset, tensor))
 
         def empty(tensor: Tensor) -> Tensor:
             return keep(Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which))
@@ -175,7 +172,13 @@ class Harness:
             return PerRank(run_ranks(size, lambda g: call(of_rank(arguments, g), g.rank, outs[g.rank])))
 
     def outcome(self, carved: Carved, inputs: Mapping[str, Any], returned: Any) -> Outcome:
-        found = Outcome(named(self.operator, carved.out, self._mutated(carved), self._unpacked))
+        if self.device.type != "cpu":
+            fetch([*carved.slabs.values(), *filter(None, (carved.workspace, carved.storage))])
+        seen = {key: slab.seen for key, slab in carved.slabs.items()}
+        out, mutated = carved.out, self._mutated(carved)
+        if self._unpacked is None:
+            out, mutated = map_tensors((out, mutated), lambda tensor: seen.get(id(tensor), tensor))
+        found = Outcome(named(self.operator, out, mutated, self._unpacked))
         before, after = dict(tensors(dict(inputs))), dict(tensors(carved.inputs))
         results = [dict(_output_names(self.operator, out)) for out in _of_ranks(carved.out)]
         for path, tensor in [*after.items(), *(pair for own in results for pair in own.items())]:
@@ -188,7 +191,8 @@ class Harness:
         for path, tensor in after.items():
             if id(tensor) in aliased or path.split(".")[0] in self.lazy:
                 continue
-            if not torch.equal(bits(tensor.cpu()), bits(before[path])):
+            now = seen.get(id(tensor), tensor)
+            if not torch.equal(bits(now), bits(before[path].to(now.device))):
                 found.changed.append(path)
         poison = [{path: carved.slabs[id(tensor)].unwritten().cpu() for path, tensor in own.items()} for own in results]
         found.unwritten = {path: _below([own[path] for own in poison]) for path in results[0]}

@@ -37,7 +37,8 @@ def rerun(claim: Mapping[str, Any], case: str) -> str:
     if case.endswith("/manifest"):
         return f"m3hal conform --backend {claim['backend']} --device {claim['device']}"
     seed = f" --seed {claim['seed']}" if claim["seed"] else ""
-    return f"m3hal conform --backend {claim['backend']} --device {claim['device']} --case {case}{seed}"
+    required = "".join(f" --require {trait}" for trait in claim.get("require", ()))
+    return f"m3hal conform --backend {claim['backend']} --device {claim['device']} --case {case}{seed}{required}"
 
 
 def facts(claim: Mapping[str, Any]) -> dict[str, str]:
@@ -49,8 +50,10 @@ def facts(claim: Mapping[str, Any]) -> dict[str, str]:
     driver = f"driver {environment['driver']}" if environment["driver"] else ""
     executor = claim["executor"] + (f", CPU threads: {claim['threads']}" if "threads" in claim else "")
     implementations = [identity for found in claim["implementations"].values() for identity in found]
+    required = ", ".join(claim.get("require", ()))
     return {
-        "backend": f"{claim['backend']} ({claim['distribution']}), {len(implementations)} implementations",
+        "backend": f"{claim['backend']} ({claim['distribution']}), {len(implementations)} implementations"
+        f"{f' that declare {required}' if required else ''}",
         "device": ", ".join(filter(None, (claim["device"], environment["device_label"], driver))),
         "software": ", ".join([*software, *libraries, environment["system"]]),
         "suite": f"{suite['version']}, case set {suite['case_set']}: {suite['cases']} cases"

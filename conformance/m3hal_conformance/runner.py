@@ -71,13 +71,15 @@ class Runner:
 
     backend: name, or names with commas. device: as in ``m3hal devices``. threads: torch's CPU threads while the
     implementation runs. Oracles and comparisons take one: their tensors are small, and where other work shares the
-    cores, handing each operation to several threads costs more than it saves.
+    cores, handing each operation to several threads costs more than it saves. require: traits, as in a policy; an
+    implementation that does not declare one is not asked, so that a backend's slower variants are.
     """
 
     backend: str
     device: str
     seed: int = 0
     threads: int = 1
+    require: tuple[str, ...] = ()
     #: impl_ids that some case found right only thanks to a declared freedom
     needed_freedom: set[str] = field(default_factory=set, repr=False)
     _plans: dict[tuple[str, Site, tuple[str, ...]], Plan] = field(default_factory=dict, repr=False)
@@ -194,7 +196,7 @@ class Runner:
         return self._planned_shape(operator, shape_of(site), layouts)
 
     def _planned_shape(self, operator: str, shape: ModelShape, layouts: tuple[str, ...]) -> Plan:
-        policy = Policy.resolve({"backend": self.backend}, environ={})
+        policy = Policy.resolve({"backend": self.backend, "require": list(self.require)}, environ={})
         return plan(
             shape,
             self.device,

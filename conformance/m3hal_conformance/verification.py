@@ -123,7 +123,7 @@ def _verify_statuses(claim: Mapping[str, Any]) -> Finding:
 
 
 def _verify_implementations(claim: Mapping[str, Any]) -> Iterable[Finding]:
-    runner = Runner(claim["backend"], claim["device"])
+    runner = Runner(claim["backend"], claim["device"], require=tuple(claim.get("require", ())))
     cases = {case.id: case for case in all_cases()}
     for operator, found in claim["implementations"].items():
         for identity, described in found.items():
@@ -186,7 +186,7 @@ def _gone(cases: list[str]) -> list[str]:
 
 def _facts(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(name, value of one, value of the other) of who ran, where, and with which seed."""
-    for name in ("backend", "distribution", "device", "seed", "executor", "threads"):
+    for name in ("backend", "distribution", "device", "seed", "executor", "threads", "require"):
         yield name, one.get(name), other.get(name)
     for part in ("environment", "suite", "tiers"):
         for name in sorted({*one[part], *other[part]}):

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from m3hal_conformance import Slab, run_guarded
+from m3hal_conformance import Slab, bits, run_guarded
+from m3hal_conformance.guard import fetch
 
 from m3hal.layouts import KVLayout
 
@@ -177,3 +178,30 @@ def test_strides_are_kept():
         assert torch.equal(slab.view, tensor)
         assert slab.view.stride() == tensor.stride()
         assert slab.intact()
+
+
+def test_what_was_fetched_is_what_lay_there():
+    """Slabs of all sizes and strides cross together, and say of themselves what they would say where they lie."""
+    sources = [torch.randn(3, 5), torch.tensor(7, dtype=torch.int64), torch.randn(4, 6).bfloat16()[:, ::2]]
+    sources += [torch.arange(5, dtype=torch.uint8), torch.empty(0, 4), torch.randn(2, 2).to(torch.float8_e4m3fn)]
+    slabs = [Slab(t.shape, t.stride(), t.dtype, torch.device("cpu"), 0, 3, source=t) for t in sources]
+    empty = Slab((4, 3), (3, 1), torch.float32, torch.device("cpu"))
+    empty.view[1] = 1.0
+    slabs[2]._slab[1] = 0  # in the band before it
+    fetch([*slabs, empty])
+    for slab, source in zip(slabs, sources, strict=True):
+        assert torch.equal(bits(slab.seen), bits(source))
+        assert slab.seen.stride() == source.stride()
+        assert slab.seen.untyped_storage().data_ptr() != slab.view.untyped_storage().data_ptr()
+    assert [slab.intact() for slab in slabs] == [True, True, False, True, True, True]
+    assert empty.unwritten().any(1).tolist() == [True, False, True, True]
+
+
+def test_what_was_fetched_is_of_that_moment():
+    """A write after the fetch is seen by the next one."""
+    slab = Slab((4,), (1,), torch.float32, torch.device("cpu"))
+    fetch([slab])
+    slab.view.zero_()
+    assert slab.unwritten().all()
+    fetch([slab])
+    assert not slab.unwritten().any()

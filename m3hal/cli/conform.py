@@ -4,6 +4,7 @@
     m3hal conform --backend acme --op sparse_attention
     m3hal conform --backend acme --case sparse_attention/needle
     m3hal conform --backend acme --json claim.json --html report.html
+    m3hal conform --backend acme --require batch_invariant --jobs 4
 
 Exits with 0 when nothing failed, 1 when a case failed, 2 when the request means nothing, 3 when the backend, or none of
 its implementations, can be run here.
@@ -51,6 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="torch's CPU threads while the implementation runs (default: torch's own number; 1 for the reference); "
         "oracles and comparisons always take 1, as their tensors are small",
+    )
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        metavar="TRAIT",
+        help="ask only implementations that declare it, such as batch_invariant or p_dtype=float32; may be repeated",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="processes that ask at once (default: %(default)s)"
     )
     parser.add_argument("--waivers", metavar="FILE", help="TOML: known failures, each with an issue and an expiry")
     parser.add_argument("--list", action="store_true", help="print the ids of the cases and run none")
