@@ -6,7 +6,8 @@ arithmetic, truncates fp32 -> bf16, loses the carry of fp32 -> fp8, never satura
 
 * conversions round to nearest even; fp8 saturates, as GPUs' conversions do; NaN stays NaN;
 * ``tl.dot`` takes the exact values of its operands and accumulates in the accumulator's dtype;
-* element-wise arithmetic on bf16 and fp8 is computed in fp32 and rounded once.
+* element-wise arithmetic on bf16 and fp8 is computed in fp32 and rounded once;
+* ``tl.dot_scaled``, which triton has in its interpreter from 3.8 on, takes E4M3 scales as such, not as E8M0.
 
 Call it before the first kernel runs. ``TRITON_INTERPRET`` must be set before triton itself is imported.
 """
@@ -33,6 +34,8 @@ _STORED_AS_BITS = ("bf16", "fp8e4nv", "fp8e5")
 _SATURATES_AT = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
 _INTEGER_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CURED = "_m3hal_cured"
+#: the interpreter's function that reads the scales of a product
+_SCALES = "_dot_scaled_scale_to_f32"
 
 
 def convert(data: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[Any, Any]:
@@ -61,6 +64,8 @@ def cure() -> None:
     for name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc"):
         setattr(builder, f"create_{name}", lambda self, source, target: self.cast_impl(source, target))
     builder.create_dot = _dot(interpreter, builder.create_dot)
+    if hasattr(interpreter, _SCALES):
+        setattr(interpreter, _SCALES, _scales(getattr(interpreter, _SCALES)))
     builder.binary_op = _binary(interpreter, builder.binary_op)
     builder.unary_op = _unary(interpreter, builder.unary_op)
     setattr(builder, _CURED, True)
@@ -99,6 +104,13 @@ def _dot(interpreter: Any, shipped: Callable[..., Any]) -> Callable[..., Any]:
         return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
 
     return create_dot
+
+
+def _scales(shipped: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_to_f32(scale: Any, *options: Any) -> Any:
+        return _values(scale) if scale.dtype.scalar.name in _STORED_AS_BITS else shipped(scale, *options)
+
+    return scale_to_f32
 
 
 def _binary(interpreter: Any, shipped: Callable[..., Any]) -> Callable[..., Any]:

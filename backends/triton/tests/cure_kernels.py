@@ -16,3 +16,15 @@ def arithmetic(a, b, out, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     x, y = tl.load(a + i), tl.load(b + i)
     tl.store(out + i, tl.where(x > y, x * y + x, x - y))
+
+
+@triton.jit
+def scaled_product(
+    a, a_scales, b, b_scales, out, SIZE: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr, CODE: tl.constexpr
+):
+    """a, b: SIZE rows of BYTES, with GROUPS scales each."""
+    row = tl.arange(0, SIZE)[:, None]
+    codes, scales = row * BYTES + tl.arange(0, BYTES)[None, :], row * GROUPS + tl.arange(0, GROUPS)[None, :]
+    left, right = tl.load(a + codes), tl.trans(tl.load(b + codes))
+    product = tl.dot_scaled(left, tl.load(a_scales + scales), CODE, right, tl.load(b_scales + scales), CODE)
+    tl.store(out + row * SIZE + tl.arange(0, SIZE)[None, :], product)

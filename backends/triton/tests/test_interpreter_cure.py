@@ -3,7 +3,10 @@
 import pytest
 import torch
 from attention_cases import DEVICE
-from cure_kernels import arithmetic, product
+from cure_kernels import arithmetic, product, scaled_product
+
+from m3hal import formats
+from m3hal.formats import spec_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
@@ -23,3 +26,19 @@ def test_bf16_arithmetic_means_values():
     arithmetic[(1,)](a, b, out, SIZE=64)
     exact = torch.where(a > b, a.double() * b.double() + a.double(), a.double() - b.double())
     assert (out.double() - exact).abs().max() <= 2**-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+def test_products_of_blocks(format):
+    """Scales in E4M3 are not taken for E8M0."""
+    if format == "nvfp4" and DEVICE != "cpu":
+        pytest.skip("triton emulates no E4M3 scales before 3.8")
+    a, b = (formats.quantize(torch.randn(32, 128), spec_of(format)) for _ in range(2))
+    given = [t.to(DEVICE) for q in (a, b) for t in (q.data.view(torch.uint8), q.scale)]
+    if format == "nvfp4":
+        given[1], given[3] = given[1].view(torch.float8_e4m3fn), given[3].view(torch.float8_e4m3fn)
+    out = torch.empty(32, 32, device=DEVICE)
+    code = "e4m3" if format == "mxfp8" else "e2m1"
+    scaled_product[(1,)](*given, out, SIZE=32, BYTES=given[0].shape[1], GROUPS=given[1].shape[1], CODE=code)
+    exact = formats.dequantize(a, torch.float64) @ formats.dequantize(b, torch.float64).T
+    assert (out.cpu() - exact).abs().max() <= 1e-5 * exact.abs().max()
