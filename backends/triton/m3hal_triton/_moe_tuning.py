@@ -78,6 +78,19 @@ ROUNDED: Ladder = (
     (64, Tuning(64, Tile(128, 128), Tile(128, 128))),
     (_ALL, Tuning(256, Tile(128, 128, warps=8, stages=3), Tile(128, 128, warps=8, stages=3), extra=32)),
 )
+
+
+def scaled(depth: int) -> Ladder:
+    """Where the matrix unit takes blocks; untuned. depth: of K, 128 bytes of codes."""
+    few, many = Tile(128, depth, stages=3), Tile(128, depth, warps=8, stages=3)
+    return (
+        (4, Tuning(16, few, few)),
+        (24, Tuning(32, few, few)),
+        (96, Tuning(64, few, few)),
+        (_ALL, Tuning(128, many, many)),
+    )
+
+
 #: whole experts, then those that ranks share
 _LADDERS: Mapping[str, tuple[Ladder, Ladder]] = {
     "bfloat16": (_PLAIN, _PLAIN_SHARED),

@@ -1,6 +1,7 @@
 """What portable Triton kernels offer to MiniMax-M3, as data."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from m3hal.dispatch.manifest import Impl, Limit, Manifest, at_least, at_most, multiple_of, one_of
 
@@ -54,6 +55,7 @@ _GROUPED = (
     "_encode.py",
     "quantize.py",
 )
+_BLACKWELL = ("cuda:sm_100", "cuda:sm_103")
 _PRODUCT = ("_gate.py", "_parts.py", "_stored.py", "_launch.py", "_encode.py", "quantize.py")
 
 
@@ -80,6 +82,32 @@ def _experts(factory: str, traits: Mapping[str, str] | None = None) -> Impl:
         traceable=False,
         files=_GROUPED,
         name=factory if traits else "",
+    )
+
+
+def _rounding_experts(factory: str, formats: tuple[str, ...], traits: Mapping[str, str], **own: Any) -> Impl:
+    """Experts of these formats beside activations that are rounded; a variant is named by its factory."""
+    limits = (one_of("dtype", "bfloat16"), one_of("weight_format", *formats), *own.pop("limits", ()))
+    return Impl(
+        f"m3hal_triton.{factory}",
+        limits=(*limits, at_most("num_local_experts", 1024), at_most("top_k_experts", 32)),
+        traits=traits,
+        traceable=False,
+        files=(*_GROUPED, *own.pop("files", ())),
+        name=factory.split(":")[1],
+        **own,
+    )
+
+
+def _scaled_experts(activation: str, *formats: str, devices: tuple[str, ...]) -> Impl:
+    """Where the matrix unit takes blocks of codes and their scales."""
+    return _rounding_experts(
+        f"moe_scaled:{activation}_activations",
+        formats,
+        {"activation_format": activation},
+        limits=(multiple_of("hidden_size", 32), multiple_of("intermediate_size", 32)),
+        files=("_moe_scaled.py",),
+        devices=devices,
     )
 
 
@@ -168,19 +196,13 @@ MANIFEST = Manifest(
         "moe_experts": (
             _experts("moe_experts"),
             _experts("batch_invariant", {"batch_invariant": "yes"}),
-            Impl(
-                "m3hal_triton.moe_experts:fp8_activations",
-                limits=(
-                    one_of("dtype", "bfloat16"),
-                    one_of("weight_format", "fp8_e4m3"),
-                    at_most("num_local_experts", 1024),
-                    at_most("top_k_experts", 32),
-                ),
-                traits={"activation_format": "fp8_e4m3", "double_rounding": "bfloat16"},
-                traceable=False,
-                files=_GROUPED,
-                name="fp8_activations",
+            _rounding_experts(
+                "moe_experts:fp8_activations",
+                ("fp8_e4m3",),
+                {"activation_format": "fp8_e4m3", "double_rounding": "bfloat16"},
             ),
+            _scaled_experts("mxfp8", "mxfp4", "mxfp8", devices=(*_BLACKWELL, "hip:gfx950")),
+            _scaled_experts("nvfp4", "nvfp4", devices=_BLACKWELL),
         ),
         "kv_write": (
             Impl(
