@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from m3hal_triton.manifest import MANIFEST
 
 from m3hal.formats import FORMATS, PLAIN_FORMATS, spec_of
 from m3hal.shape import Site
@@ -26,12 +27,12 @@ def _matrix(format: str, rows: int, size: int) -> object:
 
 
 def _experts(site: Site, tokens: int, format: str, factory: str = "moe_experts", dtype: str = "bfloat16") -> None:
-    from m3hal_triton import moe_experts
+    from m3hal_triton import moe_experts, moe_scaled
     from m3hal_triton._moe_weights import Packed
 
     where = replace(site, weight_format=format, dtype=dtype, max_tokens=tokens)
     hidden, inner = where.hidden_size, where.intermediate_size
-    kernel = getattr(moe_experts, factory)(where)
+    kernel = getattr(moe_scaled if hasattr(moe_scaled, factory) else moe_experts, factory)(where)
     packed = Packed(_matrix(format, 2 * inner, hidden), _matrix(format, hidden, inner))
     x, ids = torch.empty(tokens, hidden, dtype=getattr(torch, dtype)), torch.zeros(tokens, 4, dtype=torch.int32)
     workspace = torch.empty(kernel.workspace_bytes, dtype=torch.uint8)
@@ -53,4 +54,22 @@ def cases(site: Callable[[], Site]) -> dict[str, Callable[[], None]]:
         "experts 8192 mxfp8": case(8192, "mxfp8"),
         "experts 8192 fp8 activations": case(8192, "fp8_e4m3", "fp8_activations"),
         "experts 64 fp32": case(64, "float32", "moe_experts", "float32"),
+        **{name: case(*given) for name, given in _BLOCKS.items()},
+    }
+
+
+#: (tokens, weights, implementation) whose products are of blocks
+_BLOCKS: dict[str, tuple[int, str, str]] = {
+    f"experts {tokens} {weights} by {activations}": (tokens, weights, f"{activations}_activations")
+    for tokens in (64, 512, 8192)
+    for weights, activations in (("mxfp4", "mxfp8"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"))
+}
+
+
+def only() -> dict[str, tuple[str, ...]]:
+    """Case -> the targets that the manifest offers it to, where that is not all of them."""
+    devices = {impl.name: impl.devices for impl in MANIFEST.operators["moe_experts"]}
+    return {
+        name: tuple(device.partition(":")[2] for device in devices[factory])
+        for name, (_, _, factory) in _BLOCKS.items()
     }

@@ -34,10 +34,10 @@ UNITS = {
         "sm_103": ("UTCHMMA", "UTCQMMA", "UTCOMMA"),
         "gfx950": tuple(f"v_mfma_{shape}" for shape in _CDNA4 if "32x32" in shape),
     },
-    # block scales applied by the unit itself
+    # block scales applied by the unit itself; UTCQMMA alone may be a product without them, so PTX's names are asked for
     "scaled": {
-        "sm_100": ("UTCQMMA", "UTCOMMA"),
-        "sm_103": ("UTCQMMA", "UTCOMMA"),
+        "sm_100": ("kind::mxf8f6f4.block_scale", "kind::mxf4nvf4.block_scale"),
+        "sm_103": ("kind::mxf8f6f4.block_scale", "kind::mxf4nvf4.block_scale"),
         "gfx950": ("v_mfma_scale_f32_",),
     },
 }
@@ -54,6 +54,8 @@ KERNELS = {
     "_gate_many": "any",
     "up": "any",
     "down": "any",
+    "up_scaled": "scaled",
+    "down_scaled": "scaled",
 }
 #: (kernel, case) -> bytes that triton 3.9 spills at most, by target; tuned on an H200 with 3.6, which spills none;
 #: eight warps instead of four spill nothing, and hold one program where two ran
@@ -256,3 +258,5 @@ for _format, _short in (("fp8_e4m3", "fp8"), ("nvfp4", "nvfp4")):
 CASES["select decode mxfp4"] = partial(_indexer, "select_blocks", "bfloat16", 64, 1, 65536, "mxfp4")
 CASES |= product_cases.cases(lambda: site("moe", "bfloat16"))
 CASES |= expert_cases.cases(lambda: site("moe", "bfloat16"))
+#: case -> its targets; one that is left out has all
+ONLY: dict[str, tuple[str, ...]] = expert_cases.only()

@@ -28,7 +28,7 @@ from typing import Any
 
 import m3hal_triton
 import triton
-from machine_cases import CASES
+from machine_cases import CASES, ONLY
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import jit
@@ -126,6 +126,7 @@ def inspect(compiled: Any, target: str) -> dict[str, Any]:
     spilled = int(re.search(r"STACK:(\d+)", usage)[1]) + int(re.search(r"LOCAL:(\d+)", usage)[1])
     matrix = r"HMMA|HGMMA|QMMA|QGMMA|IGMMA|OMMA|UTCHMMA|UTCQMMA|UTCOMMA"
     found = re.findall(rf"\s((?:{matrix}|DMMA|DFMA|DADD|DMUL|DSETP|LDL|STL)\b)", sass)
+    found += re.findall(r"kind::\w+\.block_scale", compiled.asm["ptx"])
     return _summary(registers, spilled, compiled, found)
 
 
@@ -139,7 +140,7 @@ def sources(target: str, case: str) -> dict[Name, tuple[ASTSource, dict[str, Any
     nvidia = not target.startswith("gfx")
     # what the GPU's callables would launch, though the tensors are on the CPU
     answers = {"multiprocessors": 132, "programmatic": nvidia, "native": nvidia, "converts": nvidia}
-    answers |= {"is_hopper": target == "sm_90"}
+    answers |= {"is_hopper": target == "sm_90", "takes_nvfp4": target in ("sm_100", "sm_103")}
     for module in MODULES:
         for name in answers.keys() & vars(module).keys():
             setattr(module, name, lambda *given, answer=answers[name]: answer)
@@ -191,7 +192,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=10**9, help="exit with 3 when the record lacks more than so many")
     arguments = parser.parse_args()
     record, facts = read(), {}
-    tasks = [(t, c) for t in arguments.targets or TARGETS for c in arguments.case or CASES]
+    tasks = [(t, c) for t in arguments.targets or TARGETS for c in arguments.case or CASES if t in ONLY.get(c, TARGETS)]
     # forked before anything is compiled: compilers of several processes share nothing
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
         found = pool.starmap(names, tasks, chunksize=8)
