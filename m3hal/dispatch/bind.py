@@ -110,8 +110,6 @@ def _problem_of(kernel: Kernel, candidate: Candidate) -> str | None:
         size = getattr(kernel, name)
         if not isinstance(size, int) or size < 0:
             return f"its {name} is {size!r}; it must be a number of bytes, 0 or more"
-    if kernel.workspace_bytes and candidate.impl.memory == "self":
-        return f"its memory mode is 'self' but it asks for {kernel.workspace_bytes} bytes of workspace"
     return None
 
 

@@ -128,7 +128,8 @@ class Impl:
     devices: patterns that narrow the manifest's, where a library has a kernel for some of its devices only.
     calls: what it calls in its vendor's library.
     memory: who owns scratch memory. ``caller``: the kernel states ``workspace_bytes``, and allocates nothing beside the
-        outputs that it wasn't given. ``self``: it allocates, as a closed library or another array runtime does.
+        outputs that it wasn't given. ``self``: it allocates, as a closed library or another array runtime does, also
+        beside a workspace if it states one.
         ``graph``: an object with a lifetime (symmetric buffers).
     files: package files besides the factory's own module that the implementation consists of; ``impl_id`` hashes them.
     traceable: whether ``torch.compile`` may look inside, as it may where all is torch operators and Triton kernels.

@@ -78,12 +78,11 @@ def test_factories_that_fail_name_backend_and_operator(
     assert message in str(caught.value)
 
 
-def test_self_managed_memory_asks_for_none(toy: Any, make: Callable[..., Any]) -> None:
-    """Memory mode 'self' and a workspace contradict each other."""
+def test_who_allocates_may_have_a_workspace_too(toy: Any, make: Callable[..., Any]) -> None:
+    """A closed library beside kernels that take the caller's memory: what is stated is given."""
     module = toy("acme", rms_norm=lambda site: Kernel(print, workspace_bytes=64))
     toy("acme", operators={"rms_norm": (Impl(f"{module.__name__}:rms_norm", memory="self"),)})
-    with pytest.raises(M3halError, match="memory mode is 'self' but it asks for 64 bytes"):
-        make().bind("rms_norm", "moe")
+    assert make().bind("rms_norm", "moe").workspace_bytes == 64
 
 
 def test_unserved_operator_of_a_partial_plan(toy: Any, make: Callable[..., Any]) -> None:

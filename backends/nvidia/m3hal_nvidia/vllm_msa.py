@@ -50,6 +50,7 @@ def sparse_attention(site: Site) -> Kernel:
     own = -(-rest.plan_bytes // _ALIGN) * _ALIGN
     return Kernel(
         run=partial(_run, site, rest, partial(load("sparse_attention").fake, return_lse=False)),
+        workspace_bytes=rest.workspace_bytes,
         plan_batch=partial(_plan, rest, own, few, pages),
         plan_bytes=own + 4 * few * (1 + pages),
     )
@@ -76,10 +77,10 @@ def _run(
     block_ids: torch.Tensor,
     batch: TokenBatch,
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     tokens, meta = q.shape[0], batch.meta
     if not 0 < tokens <= FEW_TOKENS or meta.max_q < 2 or not meta.seq_lens.shape[0]:
-        workspace = torch.empty(rest.workspace_bytes, dtype=torch.uint8, device=q.device)
         result: torch.Tensor = rest.run(q, kv, block_ids, batch.planned, out, workspace)
         return result
     result = fake(q, kv, block_ids, meta) if out is None else out

@@ -125,7 +125,8 @@ def test_who_serves(runner: DoubleRunner, tokens: int, each: int, vllms: bool, m
     meta = SeqMeta(torch.zeros(2), torch.ones(1), torch.zeros(1, 1), each, 128)
     lengths = torch.full((8,), 9, dtype=torch.int32)
     batch = module.TokenBatch(meta, "planned", lengths, torch.zeros(8, 1, dtype=torch.int32))
-    module._run(site, rest, lambda q, *given: torch.empty_like(q), q, kv, ids, batch)
+    workspace = torch.empty(64, dtype=torch.uint8)
+    module._run(site, rest, lambda q, *given: torch.empty_like(q), q, kv, ids, batch, None, workspace)
     assert (calls, told) == (([tokens], []) if vllms else ([], [("planned", 64)]))
 
 

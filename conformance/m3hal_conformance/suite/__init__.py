@@ -38,10 +38,11 @@ def all_cases() -> tuple[Case, ...]:
         shared_expert,
         shipped,
         stored_caches,
+        verify,
         whole_layer,
     )
 
-    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, hidden, experts)
+    modules = (norms, projections, rope_activation, kv_cache, indexer, ranking, attention, verify, hidden, experts)
     fused = (insert, qkv_insert, context_parallel, ranks, drafting, whole_layer)
     stored = (stored_caches, quantised, extremes, extreme_caches, extreme_batches, shipped, large)
     optional = (shared_expert, expert_lora, forced_routing)
