@@ -18,7 +18,7 @@ _ARRAYS = ["ids", "order", "items", "total", "positions", "counts", "x_factor"]
 
 
 @triton.jit
-def expert_of(ids, id_strides, pair, pairs, SLOTS: tl.constexpr, SHARED: tl.constexpr, CACHE: tl.constexpr = ""):
+def expert_of(ids, id_strides, pair, pairs, SLOTS: tl.constexpr, SHARED: tl.constexpr, CACHE: tl.constexpr):
     """Expert of each pair; -1: none. SHARED: whom every token has in its last slot, which no id names; -1: no one."""
     at = ids + pair // SLOTS * id_strides[0] + pair % SLOTS * id_strides[1]
     known = pair < pairs
@@ -54,12 +54,12 @@ def _sort(
 ):  # fmt: skip
     """A pair's position: how many go to lower experts, and how many before it to its own."""
     pair, e = tl.arange(0, ALL), tl.arange(0, EXPERTS)
-    mine = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED)
+    mine = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED, "")
     position = tl.zeros((ALL,), tl.int32)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for low in range(0, pairs, CHUNK):
         other = low + tl.arange(0, CHUNK)
-        theirs = expert_of(ids, id_strides, other, pairs, SLOTS, SHARED)[None, :]
+        theirs = expert_of(ids, id_strides, other, pairs, SLOTS, SHARED, "")[None, :]
         before = (theirs < mine[:, None]) | ((theirs == mine[:, None]) & (other[None, :] < pair[:, None]))
         position += tl.sum(((theirs >= 0) & before).to(tl.int32), 1)
         counts += tl.sum((theirs == e[:, None]).to(tl.int32), 1)
@@ -74,7 +74,7 @@ def _count(
 ):  # fmt: skip
     """The rank of each pair among its expert's, until its position is known."""
     pair = program * PAIRS + tl.arange(0, PAIRS)
-    mine = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED)
+    mine = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED, "")
     rank = tl.atomic_add(counts + mine, 1, mask=mine >= 0, sem="relaxed")
     tl.store(positions + pair, rank, mask=mine >= 0)
 
@@ -166,7 +166,7 @@ def scatter(
     if program == 0:
         _items(items, total, found, tl.cumsum(found, 0) - found, e, MOST)
     pair = program * PAIRS + tl.arange(0, PAIRS)
-    mine = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED)
+    mine = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED, "")
     start = tl.sum(tl.where(e[None, :] < mine[:, None], found[None, :], 0), 1)
     position = start + tl.load(positions + pair, mask=mine >= 0, other=0)
     tl.store(order + position, pair, mask=mine >= 0)
