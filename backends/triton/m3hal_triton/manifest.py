@@ -202,6 +202,7 @@ MANIFEST = Manifest(
                 {"activation_format": "fp8_e4m3", "double_rounding": "bfloat16"},
             ),
             _scaled_experts("mxfp8", "mxfp4", "mxfp8", devices=(*_BLACKWELL, "hip:gfx950")),
+            _scaled_experts("mxfp4", "mxfp4", devices=(*_BLACKWELL, "hip:gfx950")),
             _scaled_experts("nvfp4", "nvfp4", devices=_BLACKWELL),
         ),
         "kv_write": (

@@ -1,7 +1,7 @@
 """``moe_experts`` by matrix units that take blocks of codes and their scales.
 
-MXFP4 and MXFP8 weights meet MXFP8 activations, NVFP4 weights NVFP4 ones. Tokens and hidden activations are rounded to
-that format, once.
+MXFP4 and MXFP8 weights meet MXFP8 activations, MXFP4 weights also MXFP4 ones, NVFP4 weights NVFP4 ones. Tokens and
+hidden activations are rounded to that format, once.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ from m3hal_triton.quantize import COLUMNS, MIN_COLUMNS
 def mxfp8_activations(site: Site) -> Kernel:
     """MXFP4 or MXFP8 weights times activations rounded to MXFP8. Where no unit takes them, by way of bf16."""
     return _kernel(site, "mxfp8")
+
+
+def mxfp4_activations(site: Site) -> Kernel:
+    """MXFP4 weights times activations rounded to MXFP4."""
+    return _kernel(site, "mxfp4")
 
 
 def nvfp4_activations(site: Site) -> Kernel:

@@ -62,7 +62,7 @@ def cases(site: Callable[[], Site]) -> dict[str, Callable[[], None]]:
 _BLOCKS: dict[str, tuple[int, str, str]] = {
     f"experts {tokens} {weights} by {activations}": (tokens, weights, f"{activations}_activations")
     for tokens in (64, 512, 8192)
-    for weights, activations in (("mxfp4", "mxfp8"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"))
+    for weights, activations in (("mxfp4", "mxfp8"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4"))
 }
 
 

@@ -36,8 +36,8 @@ UNITS = {
     },
     # block scales applied by the unit itself; UTCQMMA alone may be a product without them, so PTX's names are asked for
     "scaled": {
-        "sm_100": ("kind::mxf8f6f4.block_scale", "kind::mxf4nvf4.block_scale"),
-        "sm_103": ("kind::mxf8f6f4.block_scale", "kind::mxf4nvf4.block_scale"),
+        "sm_100": ("kind::mxf8f6f4.block_scale", "kind::mxf4.block_scale", "kind::mxf4nvf4.block_scale"),
+        "sm_103": ("kind::mxf8f6f4.block_scale", "kind::mxf4.block_scale", "kind::mxf4nvf4.block_scale"),
         "gfx950": ("v_mfma_scale_f32_",),
     },
 }

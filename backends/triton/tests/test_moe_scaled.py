@@ -11,7 +11,7 @@ from test_moe_experts import H, _bytes, _experts, _inputs, _run, _site, _tensors
 from m3hal.ops import ExpertWeights, load
 
 #: (weights, activations)
-PAIRS = [("mxfp4", "mxfp8"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")]
+PAIRS = [("mxfp4", "mxfp8"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")]
 BOUND = 6e-3
 
 
