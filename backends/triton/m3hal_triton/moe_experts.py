@@ -307,6 +307,14 @@ class _Run:
         )  # fmt: skip
         return out
 
+    def align(self, x: torch.Tensor, ids: torch.Tensor, experts: Packed, workspace: torch.Tensor) -> None:
+        """The order of the experts alone, as a call begins with it, for who measures it; few tokens have none."""
+        joined = experts.joined and self.joins(len(x))
+        if not self._is_few(len(x), joined):
+            memory = Memory(self.room(len(x), joined), workspace)
+            batch = self._batch(x, ids, experts, memory, joined=joined)
+            self._begin(batch, memory, memory.take("positions", torch.int32, -1))
+
     def _begin(self, batch: _Batch, memory: Memory, positions: torch.Tensor) -> None:
         x, ids = batch.x, batch.ids
         tokens, pairs = len(x), len(batch.hidden)

@@ -34,6 +34,7 @@ class Bench:
         self.peer, self.small = peer, small
         self._caches: dict[Any, PagedCache] = {}
         self._kept: dict[str, tuple[Any, Any]] = {}
+        self._runners: dict[tuple[str, ...], Runner] = {(): self.runner}
         self._seed = 0
 
     def site(
@@ -68,33 +69,58 @@ class Bench:
         """How many inputs of ``size`` bytes rotate."""
         return 2 if self.small else int(max(1, min(96, -(-BEYOND_CACHE // max(size, 1)))))
 
-    def calls(self, operator: str, site: Site, inputs: Sequence[tuple[Any, ...]], out: Any) -> list[Call]:
+    def calls(
+        self,
+        operator: str,
+        site: Site,
+        inputs: Sequence[tuple[Any, ...]],
+        out: Any,
+        *,
+        require: tuple[str, ...] = (),
+        replans: bool = False,
+        keep: str = "packed",
+    ) -> list[Call]:
         """The plan's callable on each set of inputs; a SeqMeta among them is planned, experts are packed.
+
+        require: traits that a plan for it is asked for. replans: each call plans its batch anew, as the first layer of
+        a forward does. keep: packed experts are kept under this name, until others come under it.
 
         Raises Unsupported, with the reason, where the backend does not serve the site.
         """
         layout = next((x.layout.kind for x in inputs[0] if isinstance(x, PagedCache)), "hnd")
-        bound = self._bound(operator, site, layout)
+        bound = self.bound(operator, site, layout, require)
         extra = {}
         if bound.workspace_bytes:
             extra["workspace"] = torch.empty(bound.workspace_bytes, dtype=torch.uint8, device=self.device)
-        packed: dict[int, Any] = {}
-
-        def given(value: Any) -> Any:
-            if isinstance(value, SeqMeta) and bound.plan_batch:
-                return bound.plan_batch(value, torch.empty(bound.plan_bytes, dtype=torch.uint8, device=self.device))
-            if isinstance(value, ExpertWeights) and bound.prepare_weights:
-                if id(value) not in packed:
-                    packed[id(value)] = bound.prepare_weights(value)
-                return packed[id(value)]
-            return value
-
         keywords = {} if ops.load(operator).mutates and out is None else {"out": out}
-        return [partial(bound.run, *map(given, values), **keywords, **extra) for values in inputs]
+        run = partial(bound.run, **keywords, **extra)
+        storages = [torch.empty(bound.plan_bytes, dtype=torch.uint8, device=self.device) for _ in inputs]
 
-    def _bound(self, operator: str, site: Site, layout: str) -> Bound:
+        def planned(values: Sequence[Any], storage: torch.Tensor) -> list[Any]:
+            plan = bound.plan_batch
+            return [plan(v, storage) if isinstance(v, SeqMeta) and plan else v for v in values]
+
+        def replanned(values: Sequence[Any], storage: torch.Tensor) -> object:
+            return run(*planned(values, storage))
+
+        found: list[Call] = []
+        for values, storage in zip(inputs, storages, strict=True):
+            given = [self.packed(bound, v, keep) if isinstance(v, ExpertWeights) else v for v in values]
+            found.append(partial(replanned, given, storage) if replans else partial(run, *planned(given, storage)))
+        return found
+
+    def packed(self, bound: Bound, experts: ExpertWeights, keep: str = "packed") -> Any:
+        """Experts as the callable takes them, kept with what they were made from, so that its identity is its own."""
+        if bound.prepare_weights is None:
+            return experts
+        pack, site = bound.prepare_weights, bound.site
+        return self.kept((keep, bound.impl_id, site, id(experts)), lambda: (pack(experts), experts))[0]
+
+    def bound(self, operator: str, site: Site, layout: str = "hnd", require: tuple[str, ...] = ()) -> Bound:
         """What the plan binds, also of files that a manifest does not list yet: a tree at work may be timed."""
-        made = self.runner.plan(operator, site, layout)
+        if require not in self._runners:
+            self._runners[require] = Runner(self.runner.backend, self.runner.device, require=require)
+        made = self._runners[require].plan(operator, site, layout)
         choice = made.choice(operator, site.kind)
         if not choice.is_served:
             told = dict.fromkeys(str(verdict.reason) for verdict in choice.verdicts if not verdict.accepted)

@@ -1,4 +1,8 @@
-"""The routed experts, random routing. The floor reads the experts that were hit once, and x, and writes the output."""
+"""The routed experts. The floor reads the experts that were hit once, and x, and writes the output.
+
+Routing is uniform, or skewed: an expert's logit falls with the logarithm of its number. Four-bit weights have no peer
+of their own format here: they stand beside our FP8.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,12 @@ from m3hal_conformance.bench.rows import RANKS
 
 FORMATS = {"bfloat16": "bf16", "mxfp8": "mxfp8", "fp8_e4m3": "fp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 TOKENS = (1, 8, 64, 512, 8192)
+#: (format, tokens) of skewed routing
+SKEWED = tuple((format, tokens) for format in ("mxfp8", "bfloat16") for tokens in (64, 8192))
+#: tokens up to which four-bit weights stand beside FP8 ones
+FEW = 64
+#: traits of FP8 weights times activations rounded to FP8
+ROUNDED = ("activation_format=fp8_e4m3", "double_rounding=bfloat16")
 #: vLLM's FP8 experts round their activations to FP8, ours take them as they are
 LIMIT = 0.02
 
@@ -24,19 +34,30 @@ LIMIT = 0.02
 def rows(small: bool) -> Iterator[Row]:
     for format, short in FORMATS.items():
         for ranks in (4,) if small else RANKS:
+            name, made = f"{short} TP{ranks}", partial(_experts, format, ranks)
             for tokens in (3,) if small else TOKENS:
-                yield Row("moe_experts", f"{short} TP{ranks} {tokens}", partial(_experts, format, ranks, tokens))
+                yield Row("moe_experts", f"{name} {tokens}", partial(made, tokens))
+            for tokens in (5,) if small else [count for kind, count in SKEWED if kind == format]:
+                yield Row("moe_experts", f"{name} {tokens} skewed", partial(made, tokens, skew=1.0))
+            if format == "fp8_e4m3" and not small:
+                yield Row("moe_experts", f"{name} 8192 fp8 activations", partial(made, 8192, require=ROUNDED))
 
 
-def _experts(format: str, ranks: int, tokens: int, bench: Bench) -> Work:
-    site = replace(bench.site("moe", ranks), weight_format=format)
-    if bench.small:
-        site = replace(site, num_experts=8, num_local_experts=8, hidden_size=256, intermediate_size=128)
+def _experts(
+    format: str, ranks: int, tokens: int, bench: Bench, *, skew: float = 0.0, require: tuple[str, ...] = ()
+) -> Work:
+    site = site_of(bench, format, ranks)
     experts = bench.kept(("experts", format, ranks), lambda: random_experts(bench, site))
-    given = [routed(bench, site, tokens) for _ in range(8 if tokens <= 64 else 2)]
+    given = [routed(bench, site, tokens, skew) for _ in range(8 if tokens <= 64 else 2)]
     out = bench.poison(tokens, site.hidden_size)
     calls: Calls = dict(bench.peer.experts(site, experts, given)) if bench.peer else {}
-    calls["m3hal"] = bench.calls("moe_experts", site, [(*values, experts) for values in given], out)
+    if format.endswith("fp4") and tokens <= FEW:
+        fp8 = site_of(bench, "fp8_e4m3", ranks)
+        rival = bench.kept(("rival experts", ranks), lambda: random_experts(bench, fp8))
+        inputs = [(*values, rival) for values in given]
+        calls["our fp8"] = bench.calls("moe_experts", fp8, inputs, torch.empty_like(out), keep="rival packed")
+    inputs = [(*values, experts) for values in given]
+    calls["m3hal"] = bench.calls("moe_experts", site, inputs, out, require=require)
     chosen = sample(tokens)
 
     def off() -> float:
@@ -47,16 +68,27 @@ def _experts(format: str, ranks: int, tokens: int, bench: Bench) -> Work:
     size = hit / site.num_local_experts * nbytes(experts) + 4 * tokens * site.hidden_size
     flops = 6.0 * tokens * site.top_k_experts * site.hidden_size * site.intermediate_size
     timing = "chained" if tokens <= 512 else "single"
-    absent = "" if "vllm" in calls or "vllm marlin" in calls else "it has no kernels for this format here"
-    return Work(calls, Floor(read=size, flops=flops), {"m3hal": off}, LIMIT, timing, {"experts_hit": hit}, absent)  # type: ignore[arg-type]
+    absent = "" if any(name.startswith("vllm") for name in calls) else "it has no kernels for this format here"
+    floor = Floor(read=size, flops=flops, unit="float8" if require else "bfloat16")
+    return Work(calls, floor, {"m3hal": off}, LIMIT, timing, {"experts_hit": hit}, absent)  # type: ignore[arg-type]
 
 
-def routed(bench: Bench, site: Site, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, weights and ids of uniform routing."""
-    scores = torch.rand(tokens, site.num_local_experts, device=bench.device, generator=bench.generator)
-    weights, ids = scores.topk(site.top_k_experts, -1)
-    weights = weights / weights.sum(-1, keepdim=True) * site.routed_scale
-    return bench.normal(tokens, site.hidden_size), weights.float(), ids.int()
+def site_of(bench: Bench, format: str, ranks: int) -> Site:
+    """The model's, or in a small bench one of a few small experts."""
+    site = replace(bench.site("moe", ranks), weight_format=format)
+    if bench.small:
+        site = replace(site, num_experts=8, num_local_experts=8, hidden_size=256, intermediate_size=128)
+    return site
+
+
+def routed(bench: Bench, site: Site, tokens: int, skew: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weights and ids. skew: by how much an expert's logit falls with the logarithm of its number."""
+    chance = torch.rand(tokens, site.num_local_experts, device=bench.device, generator=bench.generator)
+    noise = -torch.log(-torch.log(chance.clamp(1e-7, 1 - 1e-7)))
+    falling = skew * torch.arange(site.num_local_experts, device=bench.device).log1p()
+    weights, ids = (noise - falling).topk(site.top_k_experts, -1)
+    weights = torch.softmax(weights, -1) * site.routed_scale
+    return bench.normal(tokens, site.hidden_size), weights, ids.int()
 
 
 def random_experts(bench: Bench, site: Site) -> ExpertWeights:

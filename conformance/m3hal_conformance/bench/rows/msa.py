@@ -9,17 +9,21 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from m3hal_conformance.bench import Bench, Call, Calls, Floor, Row, Work, clock
-from m3hal_conformance.bench.rows import RANKS, kilo
+from m3hal_conformance.bench.rows import FORMATS, RANKS, kilo
 from m3hal_conformance.bench.rows.select_blocks import chained, missed
 from m3hal_conformance.bench.rows.sparse_attention import off
+
+#: (format of both caches, ranks, requests)
+HOST = (("bfloat16", 1, 1), ("bfloat16", 1, 64), ("fp8_e4m3", 1, 8), ("bfloat16", 4, 8))
 
 
 def rows(small: bool) -> Iterator[Row]:
     for ranks in RANKS:
         tokens = 256 if small else 8192
         yield Row("msa", f"prefill bf16 TP{ranks} {tokens} @ {kilo(tokens)}", partial(_prefill, ranks, tokens))
-    for ranks, requests in ((1, 1), (4, 8)):
-        yield Row("msa", f"host time decode TP{ranks} B{requests}", partial(_host, ranks, requests))
+    for format, ranks, requests in HOST:
+        case = f"host time decode {FORMATS[format]} TP{ranks} B{requests}"
+        yield Row("msa", case, partial(_host, format, ranks, requests))
 
 
 def _prefill(ranks: int, tokens: int, bench: Bench) -> Work:
@@ -71,13 +75,13 @@ def _both(first: Call, second: Call) -> Call:
     return run
 
 
-def _host(ranks: int, requests: int, bench: Bench) -> Work:
+def _host(format: str, ranks: int, requests: int, bench: Bench) -> Work:
     """Until the host has enqueued choice and attention of one token a request."""
-    site = bench.site(tensor_parallel=ranks)
+    site = bench.site(tensor_parallel=ranks, format=format)
     context, pages = (2560, 40) if bench.small else (65536, 2048)
     (meta,) = bench.batches(pages, requests, 1, context)
     index_q, q = (bench.normal(requests, n, 128) for n in (site.num_index_heads, site.num_q_heads))
-    keys, kv = bench.cache("bfloat16", pages, 1, False), bench.cache("bfloat16", pages, site.num_kv_heads, True)
+    keys, kv = bench.cache(format, pages, 1, False), bench.cache(format, pages, site.num_kv_heads, True)
     ids, out = bench.poison(requests, site.num_kv_heads, 16, dtype=torch.int32), bench.poison(*q.shape)
     (select,) = bench.calls("select_blocks", site, [(index_q, keys, meta)], ids)
     (attend,) = bench.calls("sparse_attention", site, [(q, kv, ids, meta)], out)
