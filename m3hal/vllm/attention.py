@@ -13,6 +13,10 @@ finds its layer by name: caches and batch metadata reach a layer through vLLM's 
 block size and the other static values were bound when the model was built; ``bound[name]`` also knows how the
 implementation plans a batch. Each cache names the operator that reads it, because that operator plans the batch over
 it, once per forward for all layers: ``batch.meta[name]`` is what it takes then.
+
+No CUDA graph of vLLM's holds this part, as none holds vLLM's own MSA: a captured attention would keep the batch that it
+was captured with. Where vLLM breaks captures, the operator is a break; where it splits compiled graphs, it splits here
+(:func:`m3hal.vllm.config.keep_out_of_graphs`).
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import (
     MinimaxM3QKVParallelLinearWithIndexer,
@@ -71,6 +76,7 @@ class M3Attention(nn.Module):
             )
             self.select = operators.run("select_blocks", prefix)
 
+        self.core = eager_break_during_capture(self._core)
         self.caches = (self.kv, self.index) if self.is_sparse else (self.kv,)
         vllm_config.compilation_config.static_forward_context[self.name] = self  # where the opaque operator looks
 
@@ -82,7 +88,7 @@ class M3Attention(nn.Module):
         projected: torch.Tensor = self.o_proj(out)[0]
         return projected
 
-    def core(self, qkv: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+    def _core(self, qkv: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         """From projected rows to attended rows, in place in ``out`` [T, Hq * D]."""
         batches = get_forward_context().attn_metadata
         if not isinstance(batches, dict):  # vLLM measures memory before it has allocated caches

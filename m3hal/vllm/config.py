@@ -16,6 +16,10 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdate
 from m3hal.vllm import metrics, plugin, quantization, registry, stored
 from m3hal.vllm.plugin import logger
 
+#: the opaque operator that no graph holds, and the operators that graphs do hold
+ATTENTION = "m3hal::attention"
+CAPTURED = ("rms_norm", "add_rms_norm", "swiglu_oai", "linear", "route_topk", "moe_experts")
+
 _previous: dict[str, type[Any]] = {}
 
 
@@ -115,6 +119,7 @@ def _take_over(vllm_config: Any, plan: Any) -> None:
     cache.block_size = model_config.hf_text_config.sparse_attention_config["sparse_block_size"]
     cache.user_specified_block_size = True  # so that no platform's default replaces it
     _keep_compilation_default(model_config.architecture)
+    keep_out_of_graphs(vllm_config.compilation_config, plan)
     if quantization.holds_stored(model_config):
         model_config.quantization = stored.NAME  # vLLM asks the method of this name next
     _rename(model_config, plugin.OURS)
@@ -127,6 +132,20 @@ def _keep_compilation_default(architecture: str) -> None:
 
     if architecture in default_breakable_cudagraph_architectures():
         os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+
+
+def keep_out_of_graphs(compilation: Any, plan: Any) -> None:
+    """CUDA graphs hold no attention; and nothing at all beside the reference, which asks the host while it computes."""
+    from vllm.config import CUDAGraphMode
+
+    if compilation.splitting_ops is None:
+        compilation.splitting_ops = [*compilation._attention_ops, ATTENTION]
+    elif compilation.splitting_ops and ATTENTION not in compilation.splitting_ops:
+        compilation.splitting_ops = [*compilation.splitting_ops, ATTENTION]
+    slow = sorted({row.operator for row in plan.choices if row.server == "reference" and row.operator in CAPTURED})
+    if slow and plan.device.startswith(("cuda", "hip")) and compilation.cudagraph_mode != CUDAGraphMode.NONE:
+        logger.warning("m3hal turns CUDA graphs off: the reference serves %s, and can't be captured.", ", ".join(slow))
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
 
 
 def _rename(model_config: Any, architecture: str) -> None:

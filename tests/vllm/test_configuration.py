@@ -76,6 +76,15 @@ def test_handshake_tells_the_layout(found: Any) -> None:
     assert len(set(hashes.values())) == 2
 
 
+def test_no_graph_holds_attention(found: Any) -> None:
+    """Compiled graphs are split at it, unless nothing is to be split; the reference's experts turn graphs off."""
+    graphs = found["graphs"]
+    assert graphs["triton None"] == ["FULL_AND_PIECEWISE", [*graphs["vLLM's"], "m3hal::attention"]]
+    assert graphs["triton ['vllm::short_conv']"][1] == ["vllm::short_conv", "m3hal::attention"]
+    assert graphs["reference None"][0] == "NONE"
+    assert graphs["reference []"] == ["NONE", []]
+
+
 def test_batch_invariance_is_a_requirement(found: Any) -> None:
     """VLLM_BATCH_INVARIANT=1 asks every implementation for the trait; the reference does not have it, and says so."""
     assert "the policy requires batch_invariant=yes; it declares no" in found["batch invariance"]["error"]

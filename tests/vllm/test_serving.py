@@ -50,6 +50,12 @@ def test_preempted_requests_equal_transformers(tight: Any, oracle: Any, differen
     assert difference(tight["rounds"]["chunked and preempted"], oracle) == ""
 
 
+def test_attention_breaks_a_capture(plain: Any, oracle: Any) -> None:
+    """Each layer's attention runs outside of the graphs that vLLM captures, once per forward."""
+    assert plain["captured"]["completion"][0]["tokens"] == oracle[1]["tokens"][:4]
+    assert plain["captured"]["breaks"] == 4 * 4  # layers, forwards
+
+
 def test_plan_is_logged_once_and_written_back(plain: Any) -> None:
     """The log shows one table; its fingerprint is in additional_config, beside what the user wrote."""
     fingerprint = plain["additional_config"]["m3hal"]["fingerprint"]

@@ -14,12 +14,14 @@ from unittest import mock
 import torch
 from _engine import POLICY, main
 from vllm import ModelRegistry
+from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 import m3hal
 from m3hal.vllm import plugin, registry
 from m3hal.vllm.cache import backend_name
+from m3hal.vllm.config import keep_out_of_graphs
 from m3hal.vllm.planning import make_plan, policy_of
 from m3hal.vllm.support import refusals
 
@@ -83,6 +85,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     exported(ask, Path(job["checkpoint"]))
     refused(ask)
     ask.found["handshake"] = handshakes(ask)
+    ask.found["graphs"] = graphs()
     left_alone(ask)
     ask.found["register again"] = registered_again()
     return ask.found
@@ -104,6 +107,17 @@ def asked_directly(ask: Asker, config: Any) -> None:
             mock.patch.object(config.parallel_config, "enable_expert_parallel", both),
         ):
             ask.found[case] = {"error": next(refusals(config))}
+
+
+def graphs() -> dict[str, Any]:
+    """What becomes of vLLM's settings for CUDA graphs on a GPU, by who serves the experts."""
+    found = {}
+    for server, splits in (("triton", None), ("reference", None), ("reference", []), ("triton", ["vllm::short_conv"])):
+        compilation = CompilationConfig(cudagraph_mode="FULL_AND_PIECEWISE", splitting_ops=splits)
+        row = mock.Mock(operator="moe_experts", server=server)
+        keep_out_of_graphs(compilation, mock.Mock(choices=[row], device="cuda:sm_90"))
+        found[f"{server} {splits}"] = [compilation.cudagraph_mode.name, compilation.splitting_ops]
+    return {**found, "vLLM's": CompilationConfig._attention_ops}
 
 
 def exported(ask: Asker, folder: Path) -> None:

@@ -26,10 +26,29 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "architecture": config.model_config.architecture,
         "additional_config": config.additional_config,
         "seconds_between_tokens": intervals(llm, prompts[-1][:256], 128),
+        "captured": captured(llm, prompts[1]),
         "image": refusal_of_an_image(llm),
         "metrics": metrics(),
         "version": vllm.__version__,
     }
+
+
+def captured(llm: Any, prompt: list[int]) -> dict[str, Any]:
+    """A completion while vLLM believes that it captures CUDA graphs, and how often the capture was broken."""
+    from vllm.compilation import breakable_cudagraph as graphs
+
+    class Capture:
+        _capturing, breaks = True, 0
+
+        def add_eager(self, run: Any) -> Any:
+            self.breaks += 1
+            return run()
+
+    graphs._weak_ref_capture_arg = lambda tensor: tensor  # the CPU's build has no such operator
+    capture = graphs.BreakableCUDAGraphCapture._tls.active = Capture()
+    completion = complete(llm, [prompt], 4)
+    graphs.BreakableCUDAGraphCapture._tls.active = None
+    return {"completion": completion, "breaks": capture.breaks}
 
 
 def metrics() -> str:
