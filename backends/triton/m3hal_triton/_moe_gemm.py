@@ -84,10 +84,10 @@ def product(
 def item_of(items, total, tokens, item, MOST: tl.constexpr, SORTED: tl.constexpr):
     """Expert int64, first position and tokens of a work item; no tokens beyond the last item."""
     if SORTED:
-        real = item < tl.load(total)
-        expert = tl.load(items + item * 4, mask=real, other=0)
-        start = tl.load(items + item * 4 + 1, mask=real, other=0)
-        count = tl.load(items + item * 4 + 2, mask=real, other=0)
+        real = item < tl.load(total, cache_modifier=".cg")
+        expert = tl.load(items + item * 4, mask=real, other=0, cache_modifier=".cg")
+        start = tl.load(items + item * 4 + 1, mask=real, other=0, cache_modifier=".cg")
+        count = tl.load(items + item * 4 + 2, mask=real, other=0, cache_modifier=".cg")
     else:  # one expert that every token takes
         expert, start = item * 0, item * MOST
         count = tl.minimum(tokens - start, MOST)
@@ -129,6 +129,37 @@ def span(split, size, BK: tl.constexpr, SPLITS: tl.constexpr):
         first = split * part
         last = tl.minimum(first + part, size)
     return first, last
+
+
+@triton.jit
+def fetch(codes, k, size, ahead, FORMAT: tl.constexpr):
+    """Asks the L2 cache for ``ahead`` bytes of each row from column k on, rounded up to 256 and no more than there are.
+
+    codes: pointers to rows of ``size`` numbers, [BN, 1].
+    """
+    NUMBERS: tl.constexpr = 16 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 1  # that a pointer's element holds
+    BYTES: tl.constexpr = codes.dtype.element_ty.primitive_bitwidth // 8
+    most = tl.minimum(ahead, (size - k) // NUMBERS * BYTES)
+    start, line = (codes + k // NUMBERS).to(tl.int64), tl.arange(0, 4)[None, :] * 64
+    for low in range(0, most, 256):
+        at = start + tl.minimum(low + line, most - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _fetch_next(
+    matrix, items, total, program, wave, tiles, height, size, ahead, BN: tl.constexpr, BK: tl.constexpr,
+    SPLITS: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Fetches the beginning of the tile that this multiprocessor will take ``wave`` programs later."""
+    tile, split = (program + wave) % tiles, (program + wave) // tiles % SPLITS
+    expert, _start, count = item_of(items, total, 0, (program + wave) // (tiles * SPLITS), 0, True)
+    if count > 0:
+        row = tl.minimum(tile * BN + tl.arange(0, BN), height - 1).to(tl.int64)
+        codes = matrix[0] + (expert * matrix[1][0] + row * matrix[1][1])[:, None]
+        fetch(codes, span(split, size, BK, SPLITS)[0], size, ahead, FORMAT)
 
 
 @triton.jit
@@ -185,8 +216,6 @@ def _up_tile(
         row, inputs, more, there, x_strides[1], first, last, size, width,
         BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED,
     )  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     _finish_up(
         total * row[3], x_factor, order, start, count, n, tile, split, hidden, raw, positions, inner, numbers,
         SLOTS, RAISE, BN, BT, SORTED,
@@ -198,7 +227,7 @@ def _up_tile(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "positions"], do_not_specialize_on_alignment=_ARRAYS)
+@triton.jit(do_not_specialize=["tokens", "positions", "wave", "ahead"], do_not_specialize_on_alignment=_ARRAYS)
 def up(
     x,
     x_strides,
@@ -215,6 +244,8 @@ def up(
     width,  # columns of x: more where it was filled up
     inner,  # features of hidden, a multiple of 64; gate and up rows alternate in the matrix
     numbers,  # alpha, beta, limit
+    wave,  # programs that run side by side
+    ahead,  # bytes of each row that are fetched early
     SLOTS: tl.constexpr,
     RAISE: tl.constexpr,  # what hidden is multiplied by
     BN: tl.constexpr,
@@ -230,14 +261,18 @@ def up(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,  # tokens that are not there are not read
+    FETCHES: tl.constexpr,  # weights are fetched to the cache for later programs
     EARLY: tl.constexpr,
 ):
     """The activation of w13 times the tokens, in the order of their experts."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tiles = tl.cdiv(2 * inner, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
     expert, start, count = item_of(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
+    if FETCHES:
+        _fetch_next(matrix, items, total, tl.program_id(0), wave, tiles, 2 * inner, size, ahead, BN, BK, SPLITS, FORMAT)
     if count <= 0:
         return
     n = tile * BN + tl.arange(0, BN)
@@ -296,14 +331,15 @@ def _down_tile(
         row, inputs, more, there, 1, first, last, size, inner,
         BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED,
     )  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     finish_down(total * (row[3] * LOWER), factor, parts, start, count, n, rows, BT)
     if BX > 0:
         finish_down(extra * (row[3] * LOWER), factor, parts, start + BT, count - BT, n, rows, BX)
 
 
-@triton.jit(do_not_specialize=["tokens", "positions"], do_not_specialize_on_alignment=["items", "total", "factor"])
+@triton.jit(
+    do_not_specialize=["tokens", "positions", "wave", "ahead"],
+    do_not_specialize_on_alignment=["items", "total", "factor"],
+)
 def down(
     hidden,  # [positions, inner]
     factor,  # fp32 [positions], or None
@@ -316,6 +352,8 @@ def down(
     size,  # features that w2 has
     inner,
     rows,
+    wave,
+    ahead,
     LOWER: tl.constexpr,  # 1 / RAISE
     BN: tl.constexpr,
     BT: tl.constexpr,
@@ -330,18 +368,24 @@ def down(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,  # tokens that are not there are not read
+    FETCHES: tl.constexpr,  # weights are fetched to the cache for later programs
     EARLY: tl.constexpr,
 ):
     """w2 times the hidden activations, in their order."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(rows, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
     expert, start, count = item_of(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
-    if count <= 0:
-        return
     n = tile * BN + tl.arange(0, BN)
     row = rows_of(matrix, expert, n, rows)
+    if FETCHES:
+        if tl.program_id(0) < wave:
+            fetch(row[0], span(split, size, BK, SPLITS)[0], size, ahead, FORMAT)
+        _fetch_next(matrix, items, total, tl.program_id(0), wave, tiles, rows, size, ahead, BN, BK, SPLITS, FORMAT)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if count <= 0:
+        return
     into = parts + split.to(tl.int64) * positions * rows
     if BX > 0 and count > BT:
         _down_tile(

@@ -27,8 +27,10 @@ from m3hal_triton._moe_weights import Matrix, Packed
 from m3hal_triton._workspace import Memory, Room
 from m3hal_triton.quantize import quantize_rows
 
-#: columns of one program of the sum, and of the activation
+#: columns of one program of the sum, and of four of the activation
 COLUMNS = 2048
+#: the same, where the sum's programs would be fewer than so many for each multiprocessor
+LEAST_COLUMNS, SUMMERS = 256, 4
 #: tokens up to which a product may be split along K
 SPLIT_TOKENS = 64
 MAX_SPLITS = 8
@@ -36,6 +38,8 @@ MAX_SPLITS = 8
 WIDE = 128
 #: tokens of a tile up to which those that an item hasn't are not read
 MASKED = 16
+#: bytes of each row that programs fetch for those that run after them, and programs of a multiprocessor
+AHEAD, WAVE = 512, 2
 #: bytes of each row that the products for few tokens fetch to the cache while they wait
 BYTES = 256
 #: rows of one program of an adapter's second product, and columns of one step of its first
@@ -167,8 +171,8 @@ class _Run:
         room.add("order", 4 * pairs)
         room.add("positions", 4 * pairs)
         if self._is_few(tokens, joined):
-            items, tuning = min(self._experts + joined, pairs) + pairs // 8, self._tuning(pairs)
-            tiles = -(-2 * inner // tuning.up.rows) * items + -(-site.hidden_size // tuning.down.rows)
+            tuning = self._tuning(pairs)
+            tiles = -(-2 * inner // tuning.up.rows) * pairs + -(-site.hidden_size // tuning.down.rows)
             room.add("counters", 4 * tiles)
         if self._converts:
             room.add("wide", 2 * tokens * packing.padded(site.hidden_size))
@@ -225,10 +229,12 @@ class _Run:
             self._adapt(batch, lora, positions, memory, experts, is_first=False)
         shared = None if joined else self._shared(batch, experts, memory)
         width = batch.parts.shape[-1]
-        ends.combine[(len(x), triton.cdiv(width, COLUMNS))](
+        share = len(x) * width // (SUMMERS * multiprocessors(x.device))
+        columns = max(LEAST_COLUMNS, min(COLUMNS, power_of_two_above(max(share, 1))))
+        ends.combine[(len(x), triton.cdiv(width, columns))](
             batch.parts, positions, len(batch.hidden), ids, ids.stride(), weights, weights.stride(), shared, result,
             result.stride(), width, SLOTS=batch.slots, LAST=joined, SPLITS=batch.splits[1],
-            COLUMNS=min(COLUMNS, power_of_two_above(width)), EARLY=batch.early, num_warps=4, **after(batch.early),
+            COLUMNS=columns, EARLY=batch.early, num_warps=4, **after(batch.early),
         )  # fmt: skip
         return result
 
@@ -271,7 +277,7 @@ class _Run:
         """Whether programs find their items themselves."""
         pairs, site = tokens * (self._slots + joined), self._site
         is_plain = not self.in_order and not site.lora_rank and joined == (site.shared_intermediate_size > 0)
-        return is_plain and pairs <= few.PAIRS and self._tuning(pairs).tokens <= 16
+        return is_plain and pairs <= few.PAIRS and self._ladder is not FIXED
 
     def _few(
         self, batch: _Batch, experts: Packed, memory: Memory, weights: torch.Tensor, out: torch.Tensor
@@ -280,7 +286,7 @@ class _Run:
         wide, tuning, (pairs, inner) = memory.find("wide", torch.float16, len(x), -1), batch.tuning, batch.hidden.shape
         counters = memory.take("counters", torch.int32, -1)
         up_tiles, down_tiles = triton.cdiv(w13.rows, tuning.up.rows), triton.cdiv(w2.rows, tuning.down.rows)
-        zeros, padded = batch.count * up_tiles + down_tiles, 0 if wide is None else wide.shape[1]
+        zeros, padded = pairs * up_tiles + down_tiles, 0 if wide is None else wide.shape[1]
         few.begin[(1 if wide is None else 1 + len(x),)](
             x, x.stride(), wide, batch.x_factor, counters, zeros, x.shape[1], padded,
             WIDE=power_of_two_above(max(padded, 64)), FOUR_BIT=_is_packed(self._stored), ZEROS=1024,
@@ -290,19 +296,17 @@ class _Run:
         same = {
             "SLOTS": batch.slots,
             "SHARED": batch.shared,
-            "EXPERTS": power_of_two_above(max(self._experts, batch.shared + 1)),
-            "PAIRS": max(power_of_two_above(pairs), 4),
         }
-        few.up[(batch.count * batch.splits[0] * up_tiles,)](
+        few.up[(pairs * batch.splits[0] * up_tiles,)](
             batch.given, batch.given.stride(), batch.x_factor, w13.arguments(), ids, ids.stride(), counters,
             batch.hidden, batch.raw, pairs, w13.size, batch.given.shape[1], inner,
             (site.alpha, site.beta, site.limit), RAISE=lift, **same,
             **self._common(batch, w13, tuning.up, batch.splits[0], is_few=True),
         )  # fmt: skip
-        few.down[(batch.count * batch.splits[1] * down_tiles,)](
+        few.down[(pairs * batch.splits[1] * down_tiles,)](
             batch.hidden, w2.arguments(), ids, ids.stride(), weights, weights.stride(),
-            counters[batch.count * up_tiles :], batch.parts, out, out.stride(), pairs, w2.size, inner, w2.rows,
-            TOKENS=power_of_two_above(len(x)), LOWER=1.0 / lift, **same,
+            counters[pairs * up_tiles :], batch.parts, out, out.stride(), pairs, w2.size, inner, w2.rows,
+            TOKENS=power_of_two_above(len(x)), PAIRS=power_of_two_above(pairs), LOWER=1.0 / lift, **same,
             **self._common(batch, w2, tuning.down, batch.splits[1], is_few=True),
         )  # fmt: skip
         return out
@@ -355,15 +359,14 @@ class _Run:
     ) -> dict[str, Any]:
         """Launch arguments that both products take."""
         if is_few:
-            row = matrix.codes.stride(1) * matrix.codes.element_size()
-            is_whole = (row | matrix.codes.data_ptr()) % 16 == 0 and row >= BYTES * splits
-            element = (row * 2 // matrix.size).bit_length() - 1
-            more = {"ELEMENT": element, "ahead": BYTES if is_whole else 0}
+            more = {"BT": few.COLUMNS, "ahead": BYTES}
         else:
-            more = {"BX": batch.tuning.extra, "SORTED": batch.order is not None}
+            more = {"BX": batch.tuning.extra, "BT": batch.tuning.tokens, "SORTED": batch.order is not None}
+            more["MASKED"] = batch.tuning.tokens <= MASKED
+            more["FETCHES"] = batch.native and batch.order is not None and batch.tuning.tokens <= MASKED and AHEAD > 0
+            more |= {"wave": WAVE * multiprocessors(batch.x.device), "ahead": AHEAD}
         return {
             "BN": tile.rows,
-            "BT": batch.tuning.tokens,
             "BK": tile.depth,
             "SPLITS": splits,
             "FORMAT": batch.format,
@@ -372,7 +375,6 @@ class _Run:
             "NATIVE": batch.native * (1 if batch.is_hopper else 2),
             "PRECISION": DOT_PRECISION,
             "STAGES": tile.stages,
-            "MASKED": batch.tuning.tokens <= MASKED,
             "EARLY": batch.early,
             "num_warps": tile.warps,
             **more,

@@ -156,25 +156,26 @@ def test_split_sums(format):
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "mxfp8"])
+@pytest.mark.parametrize("tokens", [4, 16])
 @pytest.mark.parametrize("chosen", ["one", "one and few", "none"])
-def test_few_tokens_of_one_expert(format, chosen):
+def test_few_tokens_of_one_expert(format, tokens, chosen):
     """More pairs of an expert than an item has, a token with one expert in several slots, and no pair at all."""
     site, experts = _site("bfloat16", format, num_local_experts=16), _experts(format, 16)
-    x, weights, ids = _inputs(16, torch.bfloat16, experts=16)
+    x, weights, ids = _inputs(tokens, torch.bfloat16, experts=16)
     absent = ids < 0
     if chosen != "one and few":
         ids = torch.full_like(ids, 3)
-    ids[3:] = 3
+    ids[tokens // 4 :] = 3
     weights = weights.nan_to_num(0.3)
     if chosen != "one":
         ids = ids.masked_fill(absent, -1)
     if chosen == "none":
         ids = torch.full_like(ids, -1)
     kernel = moe_experts(site)
-    wide = poisoned(16, 2 * H, dtype=torch.bfloat16)
+    wide = poisoned(tokens, 2 * H, dtype=torch.bfloat16)
     scratch = torch.full((kernel.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
     strided = [torch.stack([t, t], -1).flatten(1)[:, ::2] for t in (weights, ids)]
-    assert kernel.run._is_few(16)
+    assert kernel.run._is_few(tokens) == (tokens == 4)
     packed = kernel.prepare_weights(experts)
     out = kernel.run(x, *strided, packed, out=wide[:, : 2 * H : 2], workspace=scratch)
     assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
