@@ -25,10 +25,9 @@ BACKEND, DEVICE = "nvidia_vllm", "cuda:sm_90"
 SPARSE = "models/minimax_m3/common/ops/sparse_attn.py"
 #: cases of a verify of at most eight tokens, which vLLM's kernel gets where the limits are put aside
 VERIFIES = (
-    "all_heads", "long", "dense_when_short", "few_of_many", "flat", "needle", "ends", "visible_nan",
-    "tokens_equal_heads", "shared_pages", "bound_too_small", "bound_of_a_chunk", "padded_only", "unselected",
-    "one_rows_block", "fp8_e4m3_unselected", "fp8_e4m3_decode", "fp8_e4m3_all_heads", "wide_range", "odd_address",
-    "every_other_id",
+    "verify_all_heads", "verify_nothing_before", "verify_padded", "verify_empty_rows", "verify_visible_nan",
+    "verify_large_logits", "verify_block_outer", "verify_fp8_e4m3_padded", "shared_pages", "bound_too_small",
+    "wide_range", "odd_address", "every_other_id",
 )  # fmt: skip
 
 # m3hal-triton's kernels serve beside vLLM's; triton decides at import whether functions are interpreted.
