@@ -8,7 +8,9 @@ from attention_cases import DEVICE, worst_row
 from m3hal_triton import moe_scaled
 from test_moe_experts import H, _bytes, _experts, _inputs, _run, _site, _tensors
 
+from m3hal.dispatch import M3halError, Policy, plan
 from m3hal.ops import ExpertWeights, load
+from m3hal.shape import MINIMAX_M3, ModelShape
 
 #: (weights, activations)
 PAIRS = [("mxfp4", "mxfp8"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")]
@@ -80,6 +82,23 @@ def test_global_scales_of_a_checkpoint():
     assert worst_row(out, _defined(site, given, experts, activation_format="nvfp4")) <= BOUND
     plain = replace(experts, x_scale=None, hidden_scale=None)
     assert worst_row(out, _defined(site, given, plain, activation_format="nvfp4")) > 2 * BOUND
+
+
+@pytest.mark.parametrize(("format", "activation"), PAIRS)
+@pytest.mark.parametrize("device", ["cuda:sm_90", "cuda:sm_100", "cuda:sm_103", "hip:gfx950"])
+def test_offered_where_the_unit_takes_blocks(device, format, activation):
+    """A plan that requires the trait finds one there, and elsewhere says that the device is why not."""
+    policy = Policy.resolve(api={"backend": "triton", "require": [f"activation_format={activation}"]}, environ={})
+    shape = ModelShape.from_config(
+        MINIMAX_M3, dtype="bfloat16", page_size=128, max_tokens=64, max_seqs=8, max_context=4096, weight_format=format
+    )
+    engine = dict.fromkeys(("linear", "embedding", "lm_head", "all_reduce"), "vllm")
+    if device == "cuda:sm_90" or (device, format) == ("hip:gfx950", "nvfp4"):
+        with pytest.raises(M3halError, match=f"{activation}_activations: rejected at device"):
+            plan(shape, device, policy, engine=engine)
+    else:
+        told = plan(shape, device, policy, engine=engine).explain("moe_experts")
+        assert f"moe_experts at moe: triton {activation}_activations" in told
 
 
 @pytest.mark.parametrize(("format", "activation"), PAIRS)
