@@ -45,6 +45,7 @@ _GROUPED = (
     "_moe_align.py",
     "_moe_combine.py",
     "_moe_decode.py",
+    "_moe_few.py",
     "_moe_gemm.py",
     "_moe_lora.py",
     "_moe_tuning.py",
