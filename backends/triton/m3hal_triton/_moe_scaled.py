@@ -63,7 +63,7 @@ def _blocks(codes, scales, k, size, BK: tl.constexpr, FORMAT: tl.constexpr, EVEN
     if EVEN:
         code, scale = tl.load(codes + byte), tl.load(scales + group)
     else:
-        code = tl.load(codes + byte, mask=byte < size // PACK, other=0)
+        code = tl.load(codes + byte, mask=byte < size // PACK, other=0.0)
         scale = tl.load(scales + group, mask=group < size // GROUP, other=0)
     if FORMAT == "nvfp4":
         scale = scale.to(tl.float8e4nv, bitcast=True)
@@ -156,7 +156,7 @@ def up_scaled(
     row, there = (start + column)[:, None], (column < count)[:, None]
     byte = tile * (HALF // PACK) + tl.arange(0, HALF // PACK)[None, :]
     group = tile * (HALF // GROUP) + tl.arange(0, HALF // GROUP)[None, :]
-    tl.store(hidden + row * (inner // PACK) + byte, code, mask=there)
+    tl.store(hidden + row * (inner // PACK) + byte, code.to(hidden.dtype.element_ty, bitcast=True), mask=there)
     tl.store(hidden_scales + row * (inner // GROUP) + group, scale, mask=there)
 
 

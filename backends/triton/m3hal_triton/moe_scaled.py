@@ -26,6 +26,9 @@ from m3hal_triton._moe_weights import Matrix, Packed
 from m3hal_triton._workspace import Memory, Room
 from m3hal_triton.quantize import COLUMNS, MIN_COLUMNS
 
+#: what holds a format's codes, where that is not bytes: bytes that are relabelled in a kernel pass through registers
+CODES = {"mxfp8": torch.float8_e4m3fn}
+
 
 def mxfp8_activations(site: Site) -> Kernel:
     """MXFP4 or MXFP8 weights times activations rounded to MXFP8. Where no unit takes them, by way of bf16."""
@@ -67,6 +70,7 @@ class _Run:
         self._slots, self._experts = site.top_k_experts, site.num_local_experts
         self._group, self._bits = spec_of(activation).group, FORMATS[activation].bits
         self._is_scaled = activation != "nvfp4" or takes_nvfp4()
+        self._codes = CODES.get(activation, torch.uint8)
         self._ladder = scaled(128 * 8 // self._bits if self._is_scaled else 64)
         self._fake = load("moe_experts").fake
 
@@ -148,7 +152,7 @@ class _Run:
         inner, count = packing.padded(site.intermediate_size), min(self._experts, pairs) + pairs // tuning.tokens
         items, order = memory.take("items", torch.int32, -1), memory.take("order", torch.int32, -1)
         given, hidden = (
-            (memory.take(name, torch.uint8, -1), memory.take(f"{name}_scales", torch.uint8, -1), multiplier)
+            (memory.take(name, self._codes, -1), memory.take(f"{name}_scales", torch.uint8, -1), multiplier)
             for name, multiplier in (("x", experts.x_scale), ("hidden", experts.hidden_scale))
         )
         total, parts = memory.take("numbers", torch.int32, -1)[-1:], memory.take("parts", torch.float32, 1, pairs, -1)
@@ -180,6 +184,8 @@ class _Run:
 
 
 def _arguments(matrix: Matrix) -> tuple[Any, ...]:
-    """As the kernels take it, codes as bytes."""
+    """As the kernels take it."""
+    assert matrix.spec is not None
     assert matrix.scale is not None
-    return matrix.codes, matrix.codes.stride()[:2], matrix.scale, matrix.scale.stride()[:2], None, matrix.factor
+    codes = matrix.codes.view(CODES.get(matrix.spec.format, torch.uint8))
+    return codes, codes.stride()[:2], matrix.scale, matrix.scale.stride()[:2], None, matrix.factor
