@@ -11,6 +11,7 @@ from m3hal.checkpoint import tiny
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.slow  # of engines on two ranks, the gate runs the one whose ranks also share out experts
 def test_two_ranks_equal_transformers(engine: Any, checkpoint: Any, prompts: Any, oracle: Any, difference: Any) -> None:
     """Each rank holds half of the heads, of every expert and of the caches; both made the front end's plan."""
     found = engine("two_ranks", checkpoint=checkpoint, prompts=prompts)

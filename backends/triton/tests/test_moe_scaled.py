@@ -15,6 +15,9 @@ from m3hal.shape import MINIMAX_M3, ModelShape
 #: (weights, activations)
 PAIRS = [("mxfp4", "mxfp8"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")]
 BOUND = 6e-3
+#: (weights, activations, whether NVFP4's blocks go into the matrix unit or the numbers that they stand for)
+PATHS = [(*pair, scaled) for pair in PAIRS for scaled in ((False, True) if "nvfp4" in pair else (False,))]
+SLOW = pytest.mark.slow
 
 
 def _kernel(site, activation):
@@ -27,19 +30,18 @@ def _defined(site, given, experts, **traits):
     return op.reference(x.double(), weights.double(), ids, experts, **op.static_values(site), traits=traits)
 
 
-@pytest.fixture(params=[False, True], ids=["by_bf16", "scaled"])
-def _unit(request, monkeypatch):
-    """Whether NVFP4's blocks go into the matrix unit, or the numbers that they stand for."""
-    if request.param and DEVICE != "cpu":
+def _unit(scaled, monkeypatch):
+    """A GPU whose matrix unit takes NVFP4's blocks, or one that does not."""
+    if scaled and DEVICE != "cpu":
         pytest.skip("this GPU's matrix unit takes no NVFP4; the interpreter does")
-    monkeypatch.setattr(moe_scaled, "takes_nvfp4", lambda: request.param)
+    monkeypatch.setattr(moe_scaled, "takes_nvfp4", lambda: scaled)
 
 
-@pytest.mark.usefixtures("_unit")
-@pytest.mark.parametrize(("format", "activation"), PAIRS)
+@pytest.mark.parametrize(("format", "activation", "scaled"), PATHS)
 @pytest.mark.parametrize("tokens", [1, 9, 40])
-def test_every_format(format, activation, tokens):
+def test_every_format(format, activation, scaled, tokens, monkeypatch):
     """Absent pairs with NaN weights, experts without a token; what is declared is what is rounded."""
+    _unit(scaled, monkeypatch)
     site, experts = _site("bfloat16", format, 40), _experts(format)
     kernel, given = _kernel(site, activation), _inputs(tokens, torch.bfloat16)
     out = _run(kernel, *given, kernel.prepare_weights(experts))
@@ -58,7 +60,9 @@ def test_sizes_that_fill_no_tile(format, activation, hidden, inner):
     assert worst_row(out, _defined(site, given, experts, activation_format=activation)) <= BOUND
 
 
-@pytest.mark.parametrize(("format", "activation"), PAIRS)
+@pytest.mark.parametrize(
+    ("format", "activation"), [PAIRS[0], *(pytest.param(*pair, marks=SLOW) for pair in PAIRS[1:])]
+)
 def test_many_pairs_are_sorted_by_many_programs(format, activation):
     """More pairs than one program sorts, and the widest tile; one expert holds most of them."""
     tokens = 300
@@ -70,9 +74,10 @@ def test_many_pairs_are_sorted_by_many_programs(format, activation):
     assert worst_row(out, _defined(site, (x, weights, ids), experts, activation_format=activation)) <= BOUND
 
 
-@pytest.mark.usefixtures("_unit")
-def test_global_scales_of_a_checkpoint():
+@pytest.mark.parametrize("scaled", [False, True], ids=["by_bf16", "scaled"])
+def test_global_scales_of_a_checkpoint(scaled, monkeypatch):
     """Tokens and hidden activations are divided by theirs before NVFP4, and multiplied afterwards."""
+    _unit(scaled, monkeypatch)
     site, experts = _site("bfloat16", "nvfp4"), _experts("nvfp4")
     scales = (torch.tensor(number, device=DEVICE) for number in (0.013, 0.11))
     experts = replace(experts, **dict(zip(("x_scale", "hidden_scale"), scales, strict=True)))
