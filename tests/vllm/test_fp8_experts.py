@@ -69,6 +69,7 @@ def test_experts_are_held_as_fp8(plain: Any, offline: Any) -> None:
         assert name in routed or offline["parameters"][name] == found, name
 
 
+@pytest.mark.slow  # tests/checkpoint/test_vllm_loading.py compares the bytes without an engine
 def test_converting_while_loading_holds_the_same_bytes(offline: Any, while_loading: Any) -> None:
     """Every parameter of ``--quantization m3hal_fp8`` is the converted checkpoint's, and so is every token."""
     assert while_loading["quantization"] == "m3hal_fp8"
