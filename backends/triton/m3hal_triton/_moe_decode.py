@@ -1,10 +1,13 @@
 """Decodes the experts' stored weights in registers, where the matrix unit takes them.
 
 FORMAT is a storage format by its name; COMPUTE the dtype of the products: the activations', or fp16 for stored weights
-beside bf16 activations. E4M3 and E2M1 numbers become fp16 by one instruction for two; their block scales are taken
+beside bf16 activations. E4M3 numbers become fp16 by one instruction for two; MX formats' block scales are taken
 relative to the row's largest, and activations relative to their row's power of two (:mod:`_moe_align`), so nothing
 leaves fp16's range, and what gets lost lies 2**-24 below the largest number of its row. Factors of a whole row multiply
 sums in fp32.
+
+An E2M1 code is 2**-14 of its number where its bits stand in an fp16 number, a subnormal one included. So words of eight
+codes are packed in the order of :data:`PLACES`, from which nine instructions, and no conversion, make eight numbers.
 
 A thread loads 16 neighbouring codes and multiplies them where they are, so an fp16 product walks K in the order of
 :func:`columns`: its activations are stored in that order.
@@ -15,14 +18,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._decode import _sixteen
-
+#: rows and columns that lie in one piece, where block scales are and the matrix is large enough
+TALL, DEPTH = tl.constexpr(128), tl.constexpr(256)
 #: columns that a permutation of K stays within
 BLOCK = tl.constexpr(64)
 #: rows of gate that alternate with rows of up: both lie in one thread's registers
 ALTERNATE = tl.constexpr(8)
-#: exponents of what multiplies decoded codes, for the row's largest block scale: 448 * 2**6 and 6 * 2**8 stay in range
-LIFT_E4M3, LIFT_E2M1 = tl.constexpr(6), tl.constexpr(14)
+#: exponents of what multiplies decoded codes, for the row's largest block scale: 448 * 2**6 stays in range, and 2**15
+LIFT_E4M3, LIFT_E2M1 = tl.constexpr(6), tl.constexpr(15)
+#: exponent of what E2M1 codes are decoded to, for 1
+DOWN_E2M1 = tl.constexpr(-14)
+#: bits that four codes have in a half of a word: sign, exponent, exponent, mantissa. The first has them where an fp16
+#: number has; a shift brings the second there. The others' parts take two, by one product: nothing else is in between,
+#: and nothing is carried
+PLACES = ((15, 11, 10, 9), (12, 8, 7, 6), (14, 5, 4, 3), (13, 2, 1, 0))
 
 
 def columns(format: str) -> list[int]:
@@ -44,44 +53,50 @@ def _in_order(tile, BN: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _two(codes, HIGH: tl.constexpr, NATIVE: tl.constexpr):
-    """The numbers of two E4M3 codes in one half of int32, fp16 [..., 2]."""
-    if NATIVE:
-        pair = tl.inline_asm_elementwise(
-            CONVERT_HIGH if HIGH else CONVERT_LOW, "=r,r", [codes], dtype=tl.int32, is_pure=True, pack=1
-        )
-        low, high = pair.to(tl.int16).to(tl.float16, bitcast=True), (pair >> 16).to(tl.int16)
-        high = high.to(tl.float16, bitcast=True)
-    else:
-        codes = codes >> 16 if HIGH else codes
-        low = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        high = (codes >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return tl.join(low, high)
-
-
-_CONVERT = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, %s; }"
-CONVERT_LOW, CONVERT_HIGH = tl.constexpr(_CONVERT % "low"), tl.constexpr(_CONVERT % "high")
-
-
-@triton.jit
 def _e2m1(words, BN: tl.constexpr, BK: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
-    """2**-6 of the numbers of four-bit codes, [BN, BK] of int64 [BN, BK / 16].
+    """Of the numbers of four-bit codes 2**-14, in fp32 2**-6, [BN, BK] of int32 [BN, BK / 8].
 
-    For fp16, a code becomes an E4M3 code in the middle of a byte: seven shifts and logical instructions for eight, and
-    a conversion for two. All on single words: what a thread's registers hold next to one another is not known here.
+    All on single words: what a thread's registers hold next to one another is not known here.
     """
     if tl.float32 == COMPUTE:
-        nibble = (tl.arange(0, BK) % 16 * 4).to(tl.int64)[None, :]
-        code = (_sixteen(words, BN, BK) >> nibble).to(tl.int32)
+        each = tl.reshape(tl.broadcast_to(words[:, :, None], (BN, BK // 8, 8)), (BN, BK))
+        code = each >> (tl.arange(0, BK) % 8 * 4)[None, :]
         code = (((code & 8) << 4) | ((code & 7) << 2)).to(tl.uint8)
         tile = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        half = tl.join(words.to(tl.int32), (words >> 32).to(tl.int32))
-        even = ((half << 2) & 0x1C1C1C1C) | ((half << 4) & -0x7F7F7F80)
-        odd = ((half >> 2) & 0x1C1C1C1C) | (half & -0x7F7F7F80)
-        codes = tl.join(even, odd)
-        low, high = _two(codes, False, NATIVE), _two(codes, True, NATIVE)
-        tile = tl.reshape(tl.permute(tl.join(low, high), (0, 1, 2, 3, 5, 4)), (BN, BK))
+        if NATIVE:
+            first, second, third, fourth = tl.inline_asm_elementwise(
+                UNPACK, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+            )
+        else:
+            first, second = words & -0x71FF7200, (words << 3) & -0x71FF7200
+            third = ((words & 0x40384038) * 66) & -0x71FF7200
+            fourth = ((words & 0x20072007) * 516) & -0x71FF7200
+        pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+        low, high = pairs.to(tl.int16).to(tl.float16, bitcast=True), (pairs >> 16).to(tl.int16)
+        tile = tl.reshape(tl.join(low, high.to(tl.float16, bitcast=True)), (BN, BK))
+    return tile
+
+
+UNPACK = tl.constexpr(
+    "{ .reg .b32 w;"
+    " and.b32 $0, $4, 0x8E008E00;"
+    " shl.b32 w, $4, 3; and.b32 $1, w, 0x8E008E00;"
+    " and.b32 w, $4, 0x40384038; mul.lo.u32 w, w, 66; and.b32 $2, w, 0x8E008E00;"
+    " and.b32 w, $4, 0x20072007; mul.lo.u32 w, w, 516; and.b32 $3, w, 0x8E008E00; }"
+)
+
+
+@triton.jit
+def _scaled(tile, step, NATIVE: tl.constexpr):
+    """A product for two elements of a thread, whichever they are: of halves of a register Triton makes two."""
+    tile, step = tl.broadcast(tile, step)
+    if NATIVE and tl.float16 == tile.dtype:
+        tile = tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [tile, step], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        tile = tile * step
     return tile
 
 
@@ -91,8 +106,11 @@ def _e8m0(codes, base, LIFT: tl.constexpr, COMPUTE: tl.constexpr):
     if tl.float32 == COMPUTE:
         power = tl.where(codes == 0, 1 << 22, codes.to(tl.int32) << 23)  # 0 is 2**-127, a subnormal number
         power = tl.where(codes == 255, 0x7FC00000, power).to(tl.float32, bitcast=True)
+    elif LIFT == 15:  # the bits of fp16 themselves, from 2**-14 on
+        exponent = tl.maximum(codes.to(tl.int32) + ((15 + LIFT) - base[:, None]), 0)
+        power = (exponent << 10).to(tl.int16).to(tl.float16, bitcast=True)
     else:
-        exponent = tl.maximum(codes.to(tl.int32) - base[:, None] + (127 + LIFT), 0)
+        exponent = tl.maximum(codes.to(tl.int32) + ((127 + LIFT) - base[:, None]), 0)
         power = (exponent << 23).to(tl.float32, bitcast=True).to(tl.float16)
     return power
 
@@ -104,16 +122,28 @@ def scales_ahead(FORMAT, BK):
 
 
 @triton.jit
-def load_scales(scales, k, size, BK: tl.constexpr, FORMAT: tl.constexpr, EVEN: tl.constexpr):
-    """uint8 [BN, groups], from column k on; 0 beyond ``size`` and in a format without."""
+def _along(k, strides, UNIT: tl.constexpr, BK: tl.constexpr):
+    """Where columns from k on start in a row, in units of UNIT columns. strides: of :func:`_moe_gemm.rows_of`."""
+    at = k // UNIT
+    if len(strides) > 2:
+        tl.static_assert(BK <= DEPTH)
+        piece = k // DEPTH
+        at = piece * (TALL * DEPTH // UNIT) + (k - piece * DEPTH) // UNIT
+    return at
+
+
+@triton.jit
+def load_scales(scales, strides, k, size, BK: tl.constexpr, FORMAT: tl.constexpr, EVEN: tl.constexpr):
+    """uint8 [BN, groups], from column k on; 0 beyond ``size`` and in a format without. strides: of the matrix."""
     codes = 0
     if FORMAT == "mxfp8" or FORMAT == "mxfp4" or FORMAT == "nvfp4":
         GROUP: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
-        group = k // GROUP + tl.arange(0, BK // GROUP)[None, :]
+        group = tl.arange(0, BK // GROUP)[None, :]
+        at = tl.multiple_of(scales + _along(k, strides, GROUP, BK) + group, [1, BK // GROUP])
         if EVEN:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
-            codes = tl.load(scales + group)
+            codes = tl.load(at)
         else:
-            codes = tl.load(scales + group, mask=group < size // GROUP, other=0)
+            codes = tl.load(at, mask=k // GROUP + group < size // GROUP, other=0)
     return codes
 
 
@@ -122,7 +152,7 @@ def _steps(codes, base, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
     """What decoded codes are multiplied by."""
     if FORMAT == "nvfp4":
         step = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        step = step.to(tl.float32) * 64.0 if tl.float32 == COMPUTE else (step * 128.0).to(tl.float16)
+        step = step.to(tl.float32) * 64.0 if tl.float32 == COMPUTE else step
     elif FORMAT == "mxfp4":
         step = _e8m0(codes, base, LIFT_E2M1, COMPUTE)
         step = step * 64.0 if tl.float32 == COMPUTE else step
@@ -133,7 +163,7 @@ def _steps(codes, base, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def load_weights(
-    codes, scales, base, k, size,
+    codes, strides, scales, base, k, size,
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -142,11 +172,13 @@ def load_weights(
     scales: what :func:`load_scales` returned. NATIVE: 0, not an NVIDIA GPU; 1, Hopper; 2, another.
     """
     if FORMAT == "mxfp4" or FORMAT == "nvfp4":
-        word = k // 16 + tl.arange(0, BK // 16)[None, :]
+        # not of 64 bits: as many words as scales would be loaded by as many bytes a thread, half a sector at a time
+        word = tl.arange(0, BK // 8)[None, :]
+        at = tl.multiple_of(codes + _along(k, strides, 8, BK) + word, [1, BK // 2])
         if EVEN:  # noqa: SIM108
-            loaded = tl.load(codes + word)
+            loaded = tl.load(at)
         else:
-            loaded = tl.load(codes + word, mask=word < size // 16, other=0)
+            loaded = tl.load(at, mask=k // 8 + word < size // 8, other=0)
         tile = _e2m1(loaded, BN, BK, COMPUTE, NATIVE)
     else:
         column = k + tl.arange(0, BK)[None, :]
@@ -159,7 +191,8 @@ def load_weights(
     if FORMAT == "mxfp8" or FORMAT == "mxfp4" or FORMAT == "nvfp4":
         step = _steps(scales, base, FORMAT, COMPUTE)
         GROUPS: tl.constexpr = step.shape[1]
-        tile = tl.reshape(tl.reshape(tile, (BN, GROUPS, BK // GROUPS)) * step[:, :, None], (BN, BK))
+        grouped = tl.reshape(tile, (BN, GROUPS, BK // GROUPS))
+        tile = tl.reshape(_scaled(grouped, step[:, :, None], NATIVE if FORMAT != "mxfp8" else 0), (BN, BK))
     if tl.float16 == COMPUTE:
         tile = _in_order(tile, BN, BK)
         if NATIVE == 2:  # no instruction; triton 3.9 would seek the order in shared memory, and find no layout for it

@@ -110,7 +110,7 @@ def up(
     first, last = span(split, size, BK, SPLITS)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        fetch(row[0], first, size, ahead, FORMAT)
+        fetch(row[0], row[4][0], first, size, ahead, FORMAT)
         tl.extra.cuda.gdc_wait()
     if expert < 0:
         return
@@ -217,7 +217,7 @@ def down(
     items = tl.sum((expert_of(ids, id_strides, every, pairs, SLOTS, SHARED, ".cg") >= 0).to(tl.int32), 0)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        fetch(row[0], first, size, ahead, FORMAT)
+        fetch(row[0], row[4][0], first, size, ahead, FORMAT)
         tl.extra.cuda.gdc_wait()
     before = -1  # without any expert, programs write zeros
     if expert >= 0:

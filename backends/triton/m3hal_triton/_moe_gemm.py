@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._moe_decode import load_scales, load_weights, scales_ahead
+from m3hal_triton._moe_decode import DEPTH, TALL, load_scales, load_weights, scales_ahead
 
 _ARRAYS = ["items", "total", "order", "x_factor"]
 #: tokens of a tile from which on items of half and a quarter of them have products of their own
@@ -58,18 +58,18 @@ def product(
     MASKED: which of the former are read. Each step of a tile of weights reads its tokens too, from the L2 cache, which
     is but a little faster than memory: copies of the last token would be a quarter more.
     """
-    codes, scales, base, _ = row
+    codes, scales, base, _, strides = row
     total = tl.zeros((BN, BT), tl.float32)
     extra = tl.zeros((BN, BX), tl.float32) if BX > 0 else 0.0
     AHEAD: tl.constexpr = scales_ahead(FORMAT, BK)
-    following = load_scales(scales, first, size, BK, FORMAT, False) if AHEAD else 0
+    following = load_scales(scales, strides[1], first, size, BK, FORMAT, False) if AHEAD else 0
     for k in tl.range(first, last, BK, num_stages=STAGES):
         if AHEAD:
             stored = following
-            following = load_scales(scales, k + BK, size, BK, FORMAT, False)
+            following = load_scales(scales, strides[1], k + BK, size, BK, FORMAT, False)
         else:
-            stored = load_scales(scales, k, size, BK, FORMAT, EVEN)
-        weights = load_weights(codes, stored, base, k, size, BN, BK, FORMAT, COMPUTE, EVEN, NATIVE)
+            stored = load_scales(scales, strides[1], k, size, BK, FORMAT, EVEN)
+        weights = load_weights(codes, strides[0], stored, base, k, size, BN, BK, FORMAT, COMPUTE, EVEN, NATIVE)
         tokens = _columns(inputs, there, k, width, step, BK, EVEN, MASKED)
         total = tl.dot(weights, tl.trans(tokens), total, input_precision=PRECISION)
         if BX > 0:
@@ -103,20 +103,29 @@ def tokens_of(order, position, there, SLOTS: tl.constexpr, SORTED: tl.constexpr)
 
 
 @triton.jit
+def _starts(expert, row, strides):
+    """[BN, 1]: where rows start. strides: of experts and rows; in pieces of experts, TALL rows, and a row."""
+    if len(strides) == 2:
+        at = expert * strides[0] + row * strides[1]
+    else:
+        at = expert * strides[0] + row // TALL * strides[1] + row % TALL * strides[2]
+    return at[:, None]
+
+
+@triton.jit
 def rows_of(matrix, expert, n, height):
-    """What a tile's rows need of a packed matrix: pointers to codes and scales, bases and factors."""
+    """What a tile's rows need of a packed matrix: pointers to codes and scales, bases and factors, and strides."""
     codes, code_strides, scales, scale_strides, base, factor = matrix
     row = tl.minimum(n, height - 1).to(tl.int64)
-    code_rows = codes + (expert * code_strides[0] + row * code_strides[1])[:, None]
     flat = expert * height + row
     scale_rows, bases, multiplier = 0, 0, 1.0
     if scales is not None:
-        scale_rows = scales + (expert * scale_strides[0] + row * scale_strides[1])[:, None]
+        scale_rows = scales + _starts(expert, row, scale_strides)
     if base is not None:
         bases = tl.load(base + flat)
     if factor is not None:
         multiplier = tl.load(factor + flat)[:, None]
-    return code_rows, scale_rows, bases, multiplier
+    return codes + _starts(expert, row, code_strides), scale_rows, bases, multiplier, (code_strides, scale_strides)
 
 
 @triton.jit
@@ -132,20 +141,31 @@ def span(split, size, BK: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def fetch(codes, k, size, ahead, FORMAT: tl.constexpr):
-    """Asks the L2 cache for ``ahead`` bytes of each row from column k on, rounded up to 256 and no more than there are.
+def fetch(codes, strides, k, size, ahead, FORMAT: tl.constexpr):
+    """Asks the L2 cache for ``ahead`` bytes of each row from column k on, rounded up to 256 and no more than there are;
+    in pieces from the column's piece on, rounded up to pieces.
 
     codes: pointers to rows of ``size`` numbers, [BN, 1].
     """
-    NUMBERS: tl.constexpr = 16 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 1  # that a pointer's element holds
+    NUMBERS: tl.constexpr = 8 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 1  # that a pointer's element holds
     BYTES: tl.constexpr = codes.dtype.element_ty.primitive_bitwidth // 8
     most = tl.minimum(ahead, (size - k) // NUMBERS * BYTES)
-    start, line = (codes + k // NUMBERS).to(tl.int64), tl.arange(0, 4)[None, :] * 64
-    for low in range(0, most, 256):
-        at = start + tl.minimum(low + line, most - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-        )
+    if len(strides) == 2:
+        start, line = (codes + k // NUMBERS).to(tl.int64), tl.arange(0, 4)[None, :] * 64
+        for low in range(0, most, 256):
+            _ask(start + tl.minimum(low + line, most - 1))
+    else:
+        PIECE: tl.constexpr = DEPTH // NUMBERS * BYTES
+        start = codes.to(tl.int64) + tl.arange(0, PIECE // 64)[None, :] * 64
+        for piece in range(0, tl.cdiv(most, PIECE)):
+            _ask(start + (k // DEPTH + piece) * (TALL * PIECE))
+
+
+@triton.jit
+def _ask(at):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -158,8 +178,8 @@ def _fetch_next(
     expert, _start, count = item_of(items, total, 0, (program + wave) // (tiles * SPLITS), 0, True)
     if count > 0:
         row = tl.minimum(tile * BN + tl.arange(0, BN), height - 1).to(tl.int64)
-        codes = matrix[0] + (expert * matrix[1][0] + row * matrix[1][1])[:, None]
-        fetch(codes, span(split, size, BK, SPLITS)[0], size, ahead, FORMAT)
+        codes = matrix[0] + _starts(expert, row, matrix[1])
+        fetch(codes, matrix[1], span(split, size, BK, SPLITS)[0], size, ahead, FORMAT)
 
 
 @triton.jit
@@ -379,7 +399,7 @@ def down(
     row = rows_of(matrix, expert, n, rows)
     if FETCHES:
         if tl.program_id(0) < wave:
-            fetch(row[0], span(split, size, BK, SPLITS)[0], size, ahead, FORMAT)
+            fetch(row[0], row[4][0], span(split, size, BK, SPLITS)[0], size, ahead, FORMAT)
         _fetch_next(matrix, items, total, tl.program_id(0), wave, tiles, rows, size, ahead, BN, BK, SPLITS, FORMAT)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -138,7 +138,7 @@ def up_scaled(
     expert, start, count = item_of(items, total, 0, tl.program_id(0) // tiles, BT, True)
     if count <= 0:
         return
-    codes, scales, _, factor = rows_of(matrix, expert, tile * BN + tl.arange(0, BN), 2 * inner)
+    codes, scales, _, factor, _ = rows_of(matrix, expert, tile * BN + tl.arange(0, BN), 2 * inner)
     # columns beyond the last token are copies of it
     position = start + tl.minimum(tl.arange(0, BT), count - 1)
     token = tokens_of(order, position, position >= 0, SLOTS, True)[:, None]
@@ -190,7 +190,7 @@ def down_scaled(
     if count <= 0:
         return
     n = tile * BN + tl.arange(0, BN)
-    codes, scales, _, factor = rows_of(matrix, expert, n, rows)
+    codes, scales, _, factor, _ = rows_of(matrix, expert, n, rows)
     position = (start + tl.minimum(tl.arange(0, BT), count - 1))[:, None]
     sums = _product(
         codes, scales, hidden + position * (inner // PACK), hidden_scales + position * (inner // GROUP), size,

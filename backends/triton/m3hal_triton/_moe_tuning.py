@@ -56,8 +56,8 @@ _E4M3: Ladder = (
     (96, _SOME),
     (_ALL, _MANY),
 )
-_E2M1_FEW = Tile(128, 256, warps=8, stages=3)
-_E2M1: Ladder = (_E4M3[0], (1, Tuning(16, _E2M1_FEW, _E2M1_FEW)), *_E4M3[1:])
+_E2M1_FEW = Tile(128, 128)
+_E2M1: Ladder = (_E4M3[0], (4, Tuning(16, _E2M1_FEW, _E2M1_FEW)), *_E4M3[2:])
 #: where ranks share the inner dimension: half as many rows, or half the depth, make more programs of what is left
 _SHARE = 1536
 _PLAIN_SHARED: Ladder = (
@@ -66,7 +66,6 @@ _PLAIN_SHARED: Ladder = (
     *_PLAIN[2:],
 )
 _E4M3_SHARED: Ladder = (_E4M3[0], (4, Tuning(16, Tile(64, 256, stages=3), Tile(128, 128))), *_E4M3[2:])
-_E2M1_SHARED: Ladder = (_E4M3[0], (4, Tuning(16, _E2M1_FEW, Tile(128, 128))), *_E4M3[2:])
 #: IEEE products of fp32 hold their operands in registers
 NARROW: Ladder = ((_ALL, Tuning(16, Tile(64, 32, stages=2), Tile(64, 32, stages=2))),)
 #: one for any number of tokens
@@ -96,8 +95,8 @@ _LADDERS: Mapping[str, tuple[Ladder, Ladder]] = {
     "bfloat16": (_PLAIN, _PLAIN_SHARED),
     "fp8_e4m3": (_E4M3, _E4M3_SHARED),
     "mxfp8": (_E4M3, _E4M3_SHARED),
-    "mxfp4": (_E2M1, _E2M1_SHARED),
-    "nvfp4": (_E2M1, _E2M1_SHARED),
+    "mxfp4": (_E2M1, _E2M1),
+    "nvfp4": (_E2M1, _E2M1),
 }
 
 

@@ -1,19 +1,33 @@
 """Experts as the kernels read them.
 
-Bytes stay what they are. Rows of w13 alternate between gate and up, eight by eight, and stand in the order in which
-w2's product walks them; each row is told its factor, and the largest of its block scales.
+Rows of w13 alternate between gate and up, eight by eight, and stand in the order in which w2's product walks them;
+each row is told its factor, and the largest of its block scales. Bytes stay what they are, but for four-bit codes
+beside fp16 products: their bits take the places of :data:`_moe_decode.PLACES` in words of eight.
+
+Of a matrix with block scales, 128 rows of 256 columns lie in one piece where it has so many: each load of a tile's
+scales, or of its four-bit codes, would else take half a row's 32-byte sector or two from the L2 cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from m3hal.formats import PLAIN_FORMATS, QSpec, QTensor
 from m3hal.ops import ExpertWeights
-from m3hal_triton._moe_decode import ALTERNATE, BLOCK, LIFT_E2M1, LIFT_E4M3, columns
+from m3hal_triton._moe_decode import (
+    ALTERNATE,
+    BLOCK,
+    DEPTH,
+    DOWN_E2M1,
+    LIFT_E2M1,
+    LIFT_E4M3,
+    PLACES,
+    TALL,
+    columns,
+)
 
 Weight = torch.Tensor | QTensor
 #: bytes to which a row of scales is filled up, so that loads of a row start at multiples of what they take
@@ -25,10 +39,10 @@ _BLOCK: int = BLOCK.value
 class Matrix:
     """w13 or w2, packed.
 
-    codes: [E, rows, ...]. scale: uint8 [E, rows, groups], filled up. base: int32 [E, rows], the largest scale code of
-    an MX format. factor: fp32 [E, rows], what sums are multiplied by. global_scale, spec: as given; spec is None for a
-    plain tensor. order: int64 [rows], the given row of each, and -1 for one that fills up; None: as given. size: of the
-    reduced axis.
+    codes: [E, rows, ...]. scale: uint8 [E, rows, groups], filled up. In pieces: [E, rows / 128, size / 256, 128, ...].
+    base: int32 [E, rows], the largest scale code of an MX format. factor: fp32 [E, rows], what sums are multiplied by.
+    global_scale, spec: as given; spec is None for a plain tensor. order: int64 [rows], the given row of each, and -1
+    for one that fills up; None: as given. size: of the reduced axis. is_placed: whether codes' bits have their places.
     """
 
     codes: torch.Tensor
@@ -39,18 +53,18 @@ class Matrix:
     spec: QSpec | None
     order: torch.Tensor | None
     size: int
+    is_placed: bool = False
 
     @property
     def rows(self) -> int:
-        return self.codes.shape[1]
+        return self.codes.shape[1] * (self.codes.shape[3] if self.codes.ndim == 5 else 1)
 
     def arguments(self, as_numbers: bool = False) -> tuple[Any, ...]:
         """As the kernels take it. as_numbers: E4M3 codes labelled as such, not as bytes."""
         codes = self.codes.view(torch.float8_e4m3fn) if as_numbers else self.codes
         if self.spec is not None and self.spec.format in ("mxfp4", "nvfp4"):
-            codes = codes.view(torch.int64)
-        strides = (0, 0) if self.scale is None else self.scale.stride()[:2]
-        return codes, codes.stride()[:2], self.scale, strides, self.base, self.factor
+            codes = codes.view(torch.int32)
+        return codes, _strides(codes), self.scale, _strides(self.scale), self.base, self.factor
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,8 @@ def prepare(experts: ExpertWeights, *, in_order: bool) -> Packed:
     order = order.to(_data(experts.w13).device)
     own, count = experts.shared, len(_data(experts.w13))
     joined = own is not None and _is_alike(experts.w13, own.w13) and _is_alike(experts.w2, own.w2)
-    w13, w2 = _empty(experts.w13, order, joined), _empty(experts.w2, None, joined)
+    w13 = empty(experts.w13, order, one_more=joined, in_order=in_order)
+    w2 = empty(experts.w2, None, one_more=joined, in_order=in_order)
     if own is None or not joined:
         shared = None if own is None else prepare(own, in_order=in_order)
     else:
@@ -109,7 +124,7 @@ def _part(matrix: Matrix, first: int, last: int, given: Weight) -> Matrix:
     assert codes is not None
     held = given.global_scale if isinstance(given, QTensor) else None
     held = None if held is None else held.clone()
-    return Matrix(codes, scale, base, factor, held, matrix.spec, matrix.order, matrix.size)
+    return replace(matrix, codes=codes, scale=scale, base=base, factor=factor, global_scale=held)
 
 
 def update(packed: Packed, first: int, experts: ExpertWeights, *, in_order: bool) -> None:
@@ -129,6 +144,22 @@ def unpack(packed: Packed) -> ExpertWeights:
     return ExpertWeights(
         _restore(packed.w13), _restore(packed.w2), packed.x_scale, packed.hidden_scale, shared
     )  # fmt: skip
+
+
+def placed(codes: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """uint8 [..., n]: each four bytes' eight codes with their bits where kernels expect them; back: where they were.
+
+    Of a word's two halves, the lower one and the higher make two columns (:func:`columns`).
+    """
+    words = codes.contiguous().view(torch.int32)
+    result = torch.zeros_like(words)
+    for element in range(8):
+        column = element % 2 * 4 + element // 2
+        sign, *_, last = (place + column % 2 * 16 for place in PLACES[column // 2])
+        for mask, given, place in ((1, 4 * element + 3, sign), (7, 4 * element, last)):
+            start, end = (place, given) if back else (given, place)
+            result |= ((words >> start) & mask) << end
+    return result.view(torch.uint8)
 
 
 def padded(inner: int) -> int:
@@ -160,24 +191,42 @@ def _width(weight: Weight) -> int:
     return _data(weight).shape[2] * 8 // bits if isinstance(weight, QTensor) else weight.shape[2]
 
 
-def _empty(weight: Weight, order: torch.Tensor | None, one_more: bool = False) -> Matrix:
+def empty(weight: Weight, order: torch.Tensor | None, *, one_more: bool, in_order: bool) -> Matrix:
+    """Room for a weight's packed form. one_more: for an expert more."""
     data, size = _data(weight), _width(weight)
     rows = data.shape[1] if order is None else len(order)
     experts, device = len(data) + one_more, data.device
     dtype = data.dtype if data.element_size() > 1 else torch.uint8
-    codes = torch.zeros(experts, rows, data.shape[2], dtype=dtype, device=device)
     if not isinstance(weight, QTensor) or weight.spec.format in PLAIN_FORMATS:
         spec = weight.spec if isinstance(weight, QTensor) else None
+        codes = torch.zeros(experts, rows, data.shape[2], dtype=dtype, device=device)
         return Matrix(codes, None, None, None, None, spec, order, size)
-    scale = None
+    is_packed = weight.spec.format in ("mxfp4", "nvfp4")
+    in_pieces = not in_order and weight.spec.group > 0 and rows % TALL.value == 0 and size % DEPTH.value == 0
+
+    def zeros(columns: int, *, in_pieces: bool) -> torch.Tensor:
+        pieces = size // DEPTH.value
+        shape = (rows // TALL.value, pieces, TALL.value, columns // pieces) if in_pieces else (rows, columns)
+        return torch.zeros(experts, *shape, dtype=torch.uint8, device=device)
+
+    codes, scale = zeros(data.shape[2], in_pieces=in_pieces and is_packed), None
     if weight.spec.group > 0:
         groups = -(-size // weight.spec.group // SCALE_ROW) * SCALE_ROW
-        scale = torch.zeros(experts, rows, groups, dtype=torch.uint8, device=device)
+        scale = zeros(size // weight.spec.group if in_pieces else groups, in_pieces=in_pieces)
     is_mx = weight.spec.format.startswith("mx")
     base = torch.zeros(experts, rows, dtype=torch.int32, device=device) if is_mx else None
     factor = torch.ones(experts, rows, device=device)
     global_scale = None if weight.global_scale is None else weight.global_scale.clone()
-    return Matrix(codes, scale, base, factor, global_scale, weight.spec, order, size)
+    is_placed = is_packed and not in_order
+    return Matrix(codes, scale, base, factor, global_scale, weight.spec, order, size, is_placed)
+
+
+def _strides(data: torch.Tensor | None) -> tuple[int, ...]:
+    """Of experts and rows; in pieces of experts, TALL rows, and a row."""
+    if data is None:
+        return 0, 0
+    steps = data.stride()
+    return steps[:2] if data.ndim < 5 else (steps[0], steps[1], steps[3])
 
 
 def _fill(matrix: Matrix, first: int, weight: Weight, in_order: bool) -> None:
@@ -185,11 +234,11 @@ def _fill(matrix: Matrix, first: int, weight: Weight, in_order: bool) -> None:
     for number in range(len(_data(weight))):
         one, to = weight[number], first + number
         codes = _data(one)
-        _put(matrix.codes[to], codes.view(torch.uint8) if codes.element_size() == 1 else codes, matrix.order)
+        codes = codes.view(torch.uint8) if codes.element_size() == 1 else codes
+        _put(matrix.codes[to], placed(codes) if matrix.is_placed else codes, matrix.order)
         if isinstance(one, QTensor) and matrix.factor is not None:
             if matrix.scale is not None and one.scale is not None:
-                scale = one.scale.view(torch.uint8)
-                _put(matrix.scale[to, :, : scale.shape[1]], scale, matrix.order)
+                _put(matrix.scale[to], one.scale.view(torch.uint8), matrix.order)
             factor = torch.ones(codes.shape[0], device=codes.device)
             if one.scale is not None and one.scale.dtype == torch.float32:
                 factor = factor * one.scale.view(-1)
@@ -211,26 +260,40 @@ def _relate(matrix: Matrix, expert: int, in_order: bool) -> None:
     if in_order or matrix.scale is None:
         return
     if matrix.base is None:
-        factor.mul_(0.5)  # fp16 holds twice the product of code and scale
+        factor.mul_(2.0**-DOWN_E2M1.value)
         return
-    largest = matrix.scale[expert].amax(-1).int()
+    largest = _together(matrix.scale[expert]).amax(-1).int()
     matrix.base[expert] = largest
-    lift = LIFT_E4M3.value if matrix.spec.format == "mxfp8" else LIFT_E2M1.value - 6
+    lift = LIFT_E4M3.value if matrix.spec.format == "mxfp8" else LIFT_E2M1.value + DOWN_E2M1.value
     power = torch.ldexp(torch.ones_like(factor, dtype=torch.float64), largest - 127 - lift)
     factor.copy_(torch.where(largest == 255, torch.nan, power))
 
 
 def _put(target: torch.Tensor, given: torch.Tensor, order: torch.Tensor | None) -> None:
-    if order is None:
+    """Rows of one expert: a target [rows, ...] may have more columns, or lie in pieces."""
+    if order is not None:
+        given = given.index_select(0, order.clamp(min=0))
+        given[order < 0] = 0
+    if target.ndim == 4:
+        high, pieces, tall, wide = target.shape
+        target.copy_(given.view(high, tall, pieces, wide).transpose(1, 2))
+    elif target.ndim == 2:
+        target[:, : given.shape[1]] = given
+    else:
         target.copy_(given)
-        return
-    target.copy_(given.index_select(0, order.clamp(min=0)))
-    if bool((order < 0).any()):
-        target[order < 0] = 0
+
+
+def _together(packed: torch.Tensor) -> torch.Tensor:
+    """[..., rows, columns] of what may lie in pieces."""
+    if packed.ndim < 4:
+        return packed
+    *_, high, pieces, tall, wide = packed.shape
+    return packed.transpose(-3, -2).reshape(*packed.shape[:-4], high * tall, pieces * wide)
 
 
 def _taken(packed: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     """[E, rows, ...] in the order that was given."""
+    packed = _together(packed)
     if order is None:
         return packed.clone()
     where = torch.nonzero(order >= 0).view(-1)
@@ -239,6 +302,8 @@ def _taken(packed: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
 
 def _restore(matrix: Matrix) -> Weight:
     codes = _taken(matrix.codes, matrix.order)
+    if matrix.is_placed:
+        codes = placed(codes, back=True)
     if matrix.spec is None:
         return codes
     if matrix.factor is None:

@@ -8,22 +8,19 @@ from dataclasses import replace
 import torch
 from m3hal_triton.manifest import MANIFEST
 
-from m3hal.formats import FORMATS, PLAIN_FORMATS, spec_of
+from m3hal.formats import FORMATS, PLAIN_FORMATS, QTensor, spec_of
 from m3hal.shape import Site
 
 
-def _matrix(format: str, rows: int, size: int) -> object:
+def _matrix(format: str, rows: int, size: int, *, in_order: bool) -> object:
     """As ``prepare_weights`` lays one out."""
-    from m3hal_triton._moe_weights import SCALE_ROW, Matrix
+    from m3hal_triton._moe_weights import empty
 
     if format in PLAIN_FORMATS:
-        return Matrix(torch.empty(2, rows, size, dtype=getattr(torch, format)), *(None,) * 6, size)
-    spec = spec_of(format)
-    codes = torch.empty(2, rows, size * FORMATS[format].bits // 8, dtype=torch.uint8)
-    groups = -(-size // spec.group // SCALE_ROW) * SCALE_ROW if spec.group > 0 else 0
-    scale = torch.empty(2, rows, groups, dtype=torch.uint8) if groups else None
-    base = torch.empty(2, rows, dtype=torch.int32) if format.startswith("mx") else None
-    return Matrix(codes, scale, base, torch.empty(2, rows), None, spec, None, size)
+        weight = torch.empty(2, rows, size, dtype=getattr(torch, format))
+    else:
+        weight = QTensor(torch.empty(2, rows, size * FORMATS[format].bits // 8, dtype=torch.uint8), spec_of(format))
+    return empty(weight, None, one_more=False, in_order=in_order)
 
 
 def _experts(site: Site, tokens: int, format: str, factory: str = "moe_experts", dtype: str = "bfloat16") -> None:
@@ -33,7 +30,8 @@ def _experts(site: Site, tokens: int, format: str, factory: str = "moe_experts",
     where = replace(site, weight_format=format, dtype=dtype, max_tokens=tokens)
     hidden, inner = where.hidden_size, where.intermediate_size
     kernel = getattr(moe_scaled if hasattr(moe_scaled, factory) else moe_experts, factory)(where)
-    packed = Packed(_matrix(format, 2 * inner, hidden), _matrix(format, hidden, inner))
+    in_order = kernel.prepare_weights.keywords["in_order"]
+    packed = Packed(*(_matrix(format, *shape, in_order=in_order) for shape in ((2 * inner, hidden), (hidden, inner))))
     x, ids = torch.empty(tokens, hidden, dtype=getattr(torch, dtype)), torch.zeros(tokens, 4, dtype=torch.int32)
     workspace = torch.empty(kernel.workspace_bytes, dtype=torch.uint8)
     kernel.run(x, torch.empty(tokens, 4), ids, packed, workspace=workspace)

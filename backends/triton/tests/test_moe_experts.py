@@ -130,6 +130,22 @@ def test_sizes_that_fill_no_tile(format, hidden, inner):
     assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
 
 
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_matrices_in_pieces(format, tokens):
+    """Rows and columns enough for pieces of both: the same numbers, and the same bytes again, also after an update."""
+    sizes = {"hidden": 512, "inner": 256}
+    site = _site("bfloat16", format, tokens, hidden_size=512, intermediate_size=256)
+    experts, others = _experts(format, **sizes), _experts(format, **sizes, seed=5)
+    kernel, given = moe_experts(site), _inputs(tokens, torch.bfloat16, 512)
+    packed = kernel.prepare_weights(others)
+    assert packed.w2.scale.ndim == 5
+    kernel.update_weights(packed, 0, experts)
+    assert _bytes(kernel.unpack(packed)) == _bytes(experts)
+    out = _run(kernel, *given, packed)
+    assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
+
+
 @pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3"])
 def test_many_pairs_are_sorted_by_many_programs(format):
     """More pairs than one program sorts; one expert holds most of them."""
