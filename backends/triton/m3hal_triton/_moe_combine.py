@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from m3hal_triton._encode import e4m3
 from m3hal_triton._moe_gemm import activated
+from m3hal_triton.quantize import magnitude
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -58,15 +60,19 @@ def combine(
     COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
     LAST: tl.constexpr = False,  # whether the last slot is the shared expert's
+    powers=None,  # fp32 [positions, tiles], what each tile of parts is multiplied by
+    WIDTH: tl.constexpr = 0,  # of a tile
 ):
     """The weighted sum of a token's parts in the order of their slots, and the shared expert's; rounded once."""
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    TILE: tl.constexpr = COLUMNS if powers is None else WIDTH
+    tile = tl.program_id(1) * (COLUMNS // TILE) + tl.arange(0, COLUMNS // TILE)[:, None]
+    column = tile * TILE + tl.arange(0, TILE)[None, :]
     inside = column < width
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    total = tl.zeros((COLUMNS,), tl.float32)
+    total = tl.zeros((COLUMNS // TILE, TILE), tl.float32)
     for slot in tl.static_range(SLOTS):
         if LAST and slot == SLOTS - 1:
             here, weight = token >= 0, 1.0
@@ -75,12 +81,35 @@ def combine(
             weight = tl.load(weights + token * weight_strides[0] + slot * weight_strides[1], mask=here, other=0.0)
         position = tl.load(positions + token * SLOTS + slot, mask=here, other=0).to(tl.int64)
         there = inside & (column * 0 + here > 0)
-        part = tl.zeros((COLUMNS,), tl.float32)
+        part = tl.zeros((COLUMNS // TILE, TILE), tl.float32)
         for split in tl.static_range(SPLITS):
             at = parts + (split * positions_count + position) * width + column
             part += tl.load(at, mask=there, other=0.0).to(tl.float32)
+        if powers is not None:
+            tiles = tl.cdiv(width, TILE)
+            real = (tile < tiles) & (tile * 0 + here > 0)
+            weight = weight * tl.load(powers + position * tiles + tile, mask=real, other=0.0)
         total += part * weight
     if shared is not None:
         total += tl.load(shared + token * width + column, mask=inside, other=0.0).to(tl.float32)
     at = out + token * out_strides[0] + column * out_strides[1]
     tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def round_rows(x, x_strides, codes, factor, width, COLUMNS: tl.constexpr, NATIVE: tl.constexpr):
+    """E4M3 codes [rows, width] of x, and each row's scale: its largest number over 448, or 1.
+
+    By the scale's reciprocal, so a number as good as in the middle of two codes may become the other one.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    at = x + row * x_strides[0] + column * x_strides[1]
+    number = tl.load(at, mask=column < width, other=0.0).to(tl.float32)
+    largest = tl.max(magnitude(number), 0).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, 448.0)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    tl.store(factor + row, scale)
+    lift = tl.where(largest < 2.0**-60, 2.0**60, 1.0)  # a reciprocal stays in range
+    code = e4m3(number * lift * tl.div_rn(1.0, scale * lift), NATIVE)
+    tl.store(codes + row * width + column, code.to(tl.uint8), mask=column < width)

@@ -335,8 +335,25 @@ def finish_down(sums, factor, parts, start, count, n, rows, WIDTH: tl.constexpr)
 
 
 @triton.jit
+def _finish_half(sums, factor, parts, powers, start, count, n, tile, rows, BN: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores WIDTH tokens in fp16, each token's BN over a power of two with which the largest lies below 2**15."""
+    column = tl.arange(0, WIDTH)
+    there = column < count
+    if factor is not None:
+        sums = sums * tl.load(factor + start + column, mask=there, other=0.0)[None, :]
+    size = tl.abs(sums)
+    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0)
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 20)
+    sums = sums * ((268 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
+    power = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    tl.store(powers + (start + column) * tl.cdiv(rows, BN) + tile, power, mask=there)
+    at = parts + ((start + column) * rows)[None, :] + n[:, None]
+    tl.store(at, sums.to(tl.float16), mask=(n < rows)[:, None] & there[None, :])
+
+
+@triton.jit
 def _down_tile(
-    hidden, factor, row, parts, start, count, n, split, size, inner, rows,
+    hidden, factor, row, parts, powers, start, count, n, tile, split, size, inner, rows,
     LOWER: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     FORMAT: tl.constexpr, COMPUTE: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr,
@@ -351,9 +368,14 @@ def _down_tile(
         row, inputs, more, there, 1, first, last, size, inner,
         BN, BT, BX, BK, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED,
     )  # fmt: skip
-    finish_down(total * (row[3] * LOWER), factor, parts, start, count, n, rows, BT)
-    if BX > 0:
-        finish_down(extra * (row[3] * LOWER), factor, parts, start + BT, count - BT, n, rows, BX)
+    if powers is not None:
+        _finish_half(total * (row[3] * LOWER), factor, parts, powers, start, count, n, tile, rows, BN, BT)
+        if BX > 0:
+            _finish_half(extra * (row[3] * LOWER), factor, parts, powers, start + BT, count - BT, n, tile, rows, BN, BX)
+    else:
+        finish_down(total * (row[3] * LOWER), factor, parts, start, count, n, rows, BT)
+        if BX > 0:
+            finish_down(extra * (row[3] * LOWER), factor, parts, start + BT, count - BT, n, rows, BX)
 
 
 @triton.jit(
@@ -367,6 +389,7 @@ def down(
     items,
     total,
     parts,  # [SPLITS, positions, rows]
+    powers,  # fp32 [positions, tiles], what each tile of parts in fp16 is to be multiplied by; or None
     tokens,
     positions,
     size,  # features that w2 has
@@ -409,21 +432,21 @@ def down(
     into = parts + split.to(tl.int64) * positions * rows
     if BX > 0 and count > BT:
         _down_tile(
-            hidden, factor, row, into, start, count, n, split, size, inner, rows,
+            hidden, factor, row, into, powers, start, count, n, tile, split, size, inner, rows,
             LOWER, BN, BT, BX, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED, EARLY,
         )  # fmt: skip
     elif BT >= WIDE and count <= BT // 4:
         _down_tile(
-            hidden, factor, row, into, start, count, n, split, size, inner, rows,
+            hidden, factor, row, into, powers, start, count, n, tile, split, size, inner, rows,
             LOWER, BN, BT // 4, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED, EARLY,
         )  # fmt: skip
     elif BT >= WIDE and count <= BT // 2:
         _down_tile(
-            hidden, factor, row, into, start, count, n, split, size, inner, rows,
+            hidden, factor, row, into, powers, start, count, n, tile, split, size, inner, rows,
             LOWER, BN, BT // 2, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED, EARLY,
         )  # fmt: skip
     else:
         _down_tile(
-            hidden, factor, row, into, start, count, n, split, size, inner, rows,
+            hidden, factor, row, into, powers, start, count, n, tile, split, size, inner, rows,
             LOWER, BN, BT, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED, EARLY,
         )  # fmt: skip

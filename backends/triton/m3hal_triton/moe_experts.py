@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from m3hal.dispatch.manifest import Kernel
-from m3hal.formats import PLAIN_FORMATS, ROW, QSpec, QTensor
+from m3hal.formats import PLAIN_FORMATS
 from m3hal.ops import ExpertLoRA, load
 from m3hal.shape import Site
 from m3hal_triton import _moe_align as align
@@ -21,11 +21,17 @@ from m3hal_triton import _moe_few as few
 from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_lora as low_rank
 from m3hal_triton import _moe_weights as packing
-from m3hal_triton._launch import DOT_PRECISION, after, multiprocessors, power_of_two_above, programmatic
+from m3hal_triton._launch import (
+    DOT_PRECISION,
+    after,
+    converts,
+    multiprocessors,
+    power_of_two_above,
+    programmatic,
+)
 from m3hal_triton._moe_tuning import FIXED, NARROW, Ladder, Tile, Tuning, ladder_of
 from m3hal_triton._moe_weights import Matrix, Packed
 from m3hal_triton._workspace import Memory, Room
-from m3hal_triton.quantize import quantize_rows
 
 #: columns of one program of the sum, and of four of the activation
 COLUMNS = 2048
@@ -92,6 +98,7 @@ class _Batch:
     hidden_factor: torch.Tensor | None
     raw: torch.Tensor | None
     parts: torch.Tensor
+    powers: torch.Tensor | None  # what tiles of parts in fp16 are multiplied by
     count: int  # work items at most
     format: str
     compute: tl.dtype
@@ -153,6 +160,10 @@ class _Run:
         target = tile.programs * multiprocessors(_device())
         return max(min(target // programs, -(-size // tile.depth) // 2, MAX_SPLITS), 1)
 
+    def _halves(self, pairs: int) -> bool:
+        """Whether w2's outputs wait for their sum in fp16: where they are so many that they come from memory."""
+        return not self._is_wide and not self._site.lora_rank and self._tuning(pairs).tokens >= WIDE
+
     def _both_splits(self, pairs: int) -> tuple[int, int]:
         site, tuning = self._site, self._tuning(pairs)
         inner = packing.padded(site.intermediate_size)
@@ -185,7 +196,11 @@ class _Run:
         room.add("hidden", width * pairs * inner)
         if up > 1 or site.lora_rank:
             room.add("raw", 8 * up * pairs * inner)
-        room.add("parts", 4 * down * pairs * site.hidden_size)
+        if self._halves(pairs):
+            room.add("parts", 2 * pairs * site.hidden_size)
+            room.add("powers", 4 * pairs * -(-site.hidden_size // self._tuning(pairs).down.rows))
+        else:
+            room.add("parts", 4 * down * pairs * site.hidden_size)
         if site.lora_rank:
             room.add("low", 4 * pairs * site.lora_rank)
         if site.shared_intermediate_size and not joined:
@@ -234,7 +249,8 @@ class _Run:
         ends.combine[(len(x), triton.cdiv(width, columns))](
             batch.parts, positions, len(batch.hidden), ids, ids.stride(), weights, weights.stride(), shared, result,
             result.stride(), width, SLOTS=batch.slots, LAST=joined, SPLITS=batch.splits[1],
-            COLUMNS=columns, EARLY=batch.early, num_warps=4, **after(batch.early),
+            COLUMNS=columns, powers=batch.powers, WIDTH=batch.tuning.down.rows, EARLY=batch.early,
+            num_warps=4, **after(batch.early),
         )  # fmt: skip
         return result
 
@@ -254,7 +270,8 @@ class _Run:
             hidden=memory.take("hidden", torch.float16 if has_wide else x.dtype, pairs, -1),
             hidden_factor=None,
             raw=memory.find("raw", torch.float32, splits[0], pairs, -1),
-            parts=memory.take("parts", torch.float32, splits[1], pairs, -1),
+            parts=memory.take("parts", torch.float16 if self._halves(pairs) else torch.float32, splits[1], pairs, -1),
+            powers=memory.find("powers", torch.float32, pairs, -1),
             count=min(self._experts + joined, pairs) + pairs // tuning.most,
             format=format,
             compute=compute,
@@ -409,6 +426,7 @@ class _Run:
         tile, splits = batch.tuning.down, batch.splits[1]
         gemm.down[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
             batch.hidden, batch.hidden_factor, matrix.arguments(self._rounds), batch.items, batch.total, batch.parts,
+            batch.powers,
             len(batch.x), len(batch.hidden), matrix.size, batch.hidden.shape[1], matrix.rows,
             LOWER=1.0 / self._raise if batch.lift else 1.0, **self._common(batch, matrix, tile, splits),
         )  # fmt: skip
@@ -432,6 +450,7 @@ class _Run:
             hidden=memory.take("shared_hidden", torch.float16 if has_wide else batch.x.dtype, tokens, -1),
             raw=None,
             parts=memory.take("shared_parts", torch.float32, 1, tokens, -1),
+            powers=None,
             count=triton.cdiv(tokens, tuning.most),
             format=format,
             compute=compute,
@@ -471,8 +490,11 @@ class _Run:
 
 def _round_rows(rows: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None) -> None:
     """E4M3 codes of rows and their scales. Rows that no token has hold what they held."""
-    assert factor is not None
-    quantize_rows(rows, QTensor(codes, QSpec("fp8_e4m3", ROW), factor[:, None]))
+    columns = power_of_two_above(rows.shape[1])
+    ends.round_rows[(len(rows),)](
+        rows, rows.stride(), codes.view(torch.uint8), factor, rows.shape[1],
+        COLUMNS=columns, NATIVE=converts(rows.device), num_warps=max(1, min(8, columns // 512)),
+    )  # fmt: skip
 
 
 def _is_packed(format: str) -> bool:
