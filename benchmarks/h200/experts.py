@@ -175,7 +175,7 @@ def exact(site: Site, x: torch.Tensor, routing: tuple[torch.Tensor, ...], expert
     return op.reference(x[rows].float(), weight[rows], local, few, **op.static_values(site))
 
 
-def section(format: str, ranks: int, peers: bool) -> None:
+def section(format: str, ranks: int, peers: bool, asked_tokens: tuple[int, ...] = TOKENS) -> None:
     rounds, name = format.endswith("+"), format.rstrip("+")
     inner = 3072 // ranks
     experts = ExpertWeights(bank(2 * inner, H, name), bank(H, inner, name))
@@ -194,8 +194,9 @@ def section(format: str, ranks: int, peers: bool) -> None:
         workspaces = [torch.empty(kernel.workspace_bytes, dtype=torch.uint8, device=h.DEVICE)]
     else:
         workspaces = [torch.empty(kernel.workspace_bytes, dtype=torch.uint8, device=h.DEVICE) for _ in range(2)]
-    asked = [(tokens, 0.0) for tokens in ((8192,) if rounds else TOKENS)]
-    asked += [] if rounds or name not in ("mxfp8", "bfloat16") else [(64, 1.0), (8192, 1.0)]
+    asked = [(tokens, 0.0) for tokens in asked_tokens if tokens == 8192 or not rounds]
+    if not rounds and name in ("mxfp8", "bfloat16"):
+        asked += [(tokens, 1.0) for tokens in (64, 8192) if tokens in asked_tokens]
     for tokens, skew in asked:
         count = 8 if tokens <= 64 else 2
         given = routings(tokens, count, skew)
@@ -222,6 +223,7 @@ def section(format: str, ranks: int, peers: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sections", nargs="*", default=SECTIONS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--peers")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -230,7 +232,7 @@ def main() -> None:
         load_moe_ops(options.peers)
     for name in options.sections:
         format, ranks = name.split(",")
-        section(format, int(ranks), bool(options.peers))
+        section(format, int(ranks), bool(options.peers), tuple(options.tokens))
         torch.cuda.empty_cache()
     if not h.WARM:
         options.out.mkdir(parents=True, exist_ok=True)
