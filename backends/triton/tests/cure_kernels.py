@@ -28,3 +28,30 @@ def scaled_product(
     left, right = tl.load(a + codes), tl.trans(tl.load(b + codes))
     product = tl.dot_scaled(left, tl.load(a_scales + scales), CODE, right, tl.load(b_scales + scales), CODE)
     tl.store(out + row * SIZE + tl.arange(0, SIZE)[None, :], product)
+
+
+@triton.jit
+def _later(a, b):
+    return tl.where(b != b, a, tl.maximum(a, b) + 0.5 * tl.minimum(a, b))
+
+
+@triton.jit
+def _pair(a, i, b, j):
+    return tl.where(b > a, b, a), tl.where(b > a, j, i)
+
+
+@triton.jit
+def combined(x, out, index, AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEP: tl.constexpr):
+    """By functions of one's own: of numbers, and of numbers with their places."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    tile = tl.load(x + row * COLUMNS + column)
+    found = tl.reduce(tile, AXIS, _later, keep_dims=KEEP)
+    _, place = tl.reduce((tile, row * COLUMNS + column), AXIS, _pair, keep_dims=KEEP)
+    if KEEP:
+        found, place = (
+            tl.reshape(found, (COLUMNS if AXIS == 0 else ROWS,)),
+            tl.reshape(place, (COLUMNS if AXIS == 0 else ROWS,)),
+        )
+    at = tl.arange(0, COLUMNS if AXIS == 0 else ROWS)
+    tl.store(out + at, found)
+    tl.store(index + at, place)

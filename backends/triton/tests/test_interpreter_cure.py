@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import DEVICE
-from cure_kernels import arithmetic, product, scaled_product
+from cure_kernels import arithmetic, combined, product, scaled_product
 
 from m3hal import formats
 from m3hal.formats import spec_of
@@ -42,3 +42,24 @@ def test_products_of_blocks(format):
     scaled_product[(1,)](*given, out, SIZE=32, BYTES=given[0].shape[1], GROUPS=given[1].shape[1], CODE=code)
     exact = formats.dequantize(a, torch.float64) @ formats.dequantize(b, torch.float64).T
     assert (out.cpu() - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reduction_by_a_function_of_ones_own(axis, keep):
+    """In the order of the axis, one slice after the other, several numbers at once; NaN is the function's to judge."""
+    x = torch.randn(4, 8, device=DEVICE)
+    x[2, 3] = torch.nan
+    out, index = torch.empty(8 if axis == 0 else 4, device=DEVICE), torch.empty(8 if axis == 0 else 4, device=DEVICE)
+    index = index.int()
+    combined[(1,)](x, out, index, AXIS=axis, ROWS=4, COLUMNS=8, KEEP=keep)
+    slices = x.cpu().unbind(axis)
+    total, best = slices[0], slices[0]
+    places = torch.arange(32).view(4, 8).unbind(axis)
+    place = places[0]
+    for part, where in zip(slices[1:], places[1:], strict=True):
+        total = torch.where(part.isnan(), total, torch.maximum(total, part) + 0.5 * torch.minimum(total, part))
+        best, place = torch.where(part > best, part, best), torch.where(part > best, where, place)
+    if DEVICE == "cpu":  # a GPU combines in another order, and this function is not associative
+        assert torch.allclose(out, total)
+    assert torch.equal(index.cpu(), place.int())
