@@ -10,11 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: pairs that one program sorts
-SORTED_ALONE = 1024
-#: pairs of a program when many sort
-PAIRS = 256
+#: pairs up to which one kernel sorts them: each program looks at all of them
+AT_ONCE = 1024
+#: pairs of a program, then and beyond
+MINE, PAIRS = 32, 256
 _ARRAYS = ["ids", "order", "items", "total", "positions", "counts", "x_factor"]
+
+
+def sorters_of(pairs: int) -> int:
+    """Programs of :func:`begin` that sort or count."""
+    return triton.cdiv(pairs, MINE) + 1 if pairs <= AT_ONCE else triton.cdiv(pairs, PAIRS)
 
 
 @triton.jit
@@ -47,24 +52,40 @@ def _items(items, total, counts, starts, e, MOST: tl.constexpr):
 
 
 @triton.jit
-def _sort(
-    ids, id_strides, order, positions, items, total, pairs,
-    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr,
-    SHARED: tl.constexpr,
+def _place(
+    ids, id_strides, order, positions, program, pairs,
+    SLOTS: tl.constexpr, SHARED: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A pair's position: how many go to lower experts, and how many before it to its own."""
-    pair, e = tl.arange(0, ALL), tl.arange(0, EXPERTS)
+    """The positions of MINE pairs: how many go to lower experts, and how many before each to its own."""
+    pair = program * MINE + tl.arange(0, MINE)
     mine = expert_of(ids, id_strides, pair, pairs, SLOTS, SHARED, "")
-    position = tl.zeros((ALL,), tl.int32)
-    counts = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((MINE, CHUNK), tl.int32)
+    following = expert_of(ids, id_strides, tl.arange(0, CHUNK), pairs, SLOTS, SHARED, "")
     for low in range(0, pairs, CHUNK):
-        other = low + tl.arange(0, CHUNK)
-        theirs = expert_of(ids, id_strides, other, pairs, SLOTS, SHARED, "")[None, :]
-        before = (theirs < mine[:, None]) | ((theirs == mine[:, None]) & (other[None, :] < pair[:, None]))
-        position += tl.sum(((theirs >= 0) & before).to(tl.int32), 1)
-        counts += tl.sum((theirs == e[:, None]).to(tl.int32), 1)
+        other, theirs = low + tl.arange(0, CHUNK), following[None, :]
+        following = expert_of(ids, id_strides, other + CHUNK, pairs, SLOTS, SHARED, "")
+        is_before = (theirs < mine[:, None]) | ((theirs == mine[:, None]) & (other[None, :] < pair[:, None]))
+        before += ((theirs >= 0) & is_before).to(tl.int32)
+    position = tl.sum(before, 1)
     tl.store(order + position, pair, mask=mine >= 0)
     tl.store(positions + pair, position, mask=mine >= 0)
+
+
+@triton.jit
+def _itemise(
+    ids, id_strides, items, total, pairs,
+    SLOTS: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Counts all experts' pairs and writes the work items."""
+    CHUNK: tl.constexpr = 16 if EXPERTS > 512 else 8192 // EXPERTS
+    e = tl.arange(0, EXPERTS)
+    found = tl.zeros((EXPERTS, CHUNK), tl.int32)
+    following = expert_of(ids, id_strides, tl.arange(0, CHUNK), pairs, SLOTS, SHARED, "")
+    for low in range(0, pairs, CHUNK):
+        theirs = following[None, :]
+        following = expert_of(ids, id_strides, low + CHUNK + tl.arange(0, CHUNK), pairs, SLOTS, SHARED, "")
+        found += (theirs == e[:, None]).to(tl.int32)
+    counts = tl.sum(found, 1)
     _items(items, total, counts, tl.cumsum(counts, 0) - counts, e, MOST)
 
 
@@ -112,15 +133,15 @@ def begin(
     items,
     total,
     positions,
-    counts,  # zeros, unless one program sorts
+    counts,  # zeros; not used where this kernel sorts
     tokens,
     pairs,
-    sorters,  # programs that sort or count; each other one converts a token
+    sorters,  # programs that sort or count, the last of which may write items; each other one converts a token
     size,
     padded,
     SLOTS: tl.constexpr,
     EXPERTS: tl.constexpr,
-    ALL: tl.constexpr,  # 0: several sort
+    MINE: tl.constexpr,  # pairs of a program that sorts; 0: they are counted, and a second kernel sorts
     PAIRS: tl.constexpr,
     MOST: tl.constexpr,
     WIDE: tl.constexpr,
@@ -134,11 +155,12 @@ def begin(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if program < sorters:
-        if ALL > 0:
-            CHUNK: tl.constexpr = 64 if ALL > 64 else ALL
-            _sort(ids, id_strides, order, positions, items, total, pairs, SLOTS, EXPERTS, ALL, CHUNK, MOST, SHARED)
-        else:
+        if MINE == 0:
             _count(ids, id_strides, positions, counts, program, pairs, SLOTS, PAIRS, SHARED)
+        elif program == sorters - 1:
+            _itemise(ids, id_strides, items, total, pairs, SLOTS, SHARED, EXPERTS, MOST)
+        else:
+            _place(ids, id_strides, order, positions, program, pairs, SLOTS, SHARED, MINE, 64)
     elif wide is not None:
         convert(x, x_strides, wide, x_factor, program - sorters, size, padded, WIDE, FOUR_BIT)
 

@@ -2,8 +2,7 @@
 
 Each pair is a work item, so there is nothing to sort. Whoever is the last to add to a tile finishes it: the last part
 of a split sum activates it, the last expert of some columns of the output weighs and adds all of them, in the order of
-their splits and slots, whatever order they came in. Weights are fetched to the L2 cache before a kernel waits for the
-one before it. So a call is three kernels.
+their splits and slots, whatever order they came in. So a call is three kernels.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import triton
 import triton.language as tl
 
 from m3hal_triton._moe_align import convert, expert_of
-from m3hal_triton._moe_gemm import activated, fetch, product, rows_of, span
+from m3hal_triton._moe_gemm import activated, product, rows_of, span
 
 #: pairs at most
 PAIRS = 16
-#: columns of a product, of which one is used
-COLUMNS = 8
+#: columns of a product, of which one is used; triton 3.6 makes slower products of fewer
+COLUMNS = 16
 _ARRAYS = ["ids", "counters", "x_factor", "weights"]
 
 
@@ -68,7 +67,7 @@ def begin(
         convert(x, x_strides, wide, x_factor, program - 1, size, padded, WIDE, FOUR_BIT)
 
 
-@triton.jit(do_not_specialize=["pairs", "ahead"], do_not_specialize_on_alignment=_ARRAYS)
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=_ARRAYS)
 def up(
     x,
     x_strides,
@@ -84,7 +83,6 @@ def up(
     width,  # columns of x: more where it was filled up
     inner,  # features of hidden, a multiple of 64; gate and up rows alternate in the matrix
     numbers,  # alpha, beta, limit
-    ahead,  # bytes of each row that are fetched early
     SLOTS: tl.constexpr,
     SHARED: tl.constexpr,  # the shared expert, which every token has in its last slot; -1: none
     RAISE: tl.constexpr,  # what hidden is multiplied by
@@ -110,7 +108,6 @@ def up(
     first, last = span(split, size, BK, SPLITS)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        fetch(row[0], row[4][0], first, size, ahead, FORMAT)
         tl.extra.cuda.gdc_wait()
     if expert < 0:
         return
@@ -171,7 +168,7 @@ def _sum(
     tl.store(at, total.to(out.dtype.element_ty), mask=known[:, None] & (n < rows)[None, :])
 
 
-@triton.jit(do_not_specialize=["pairs", "ahead"], do_not_specialize_on_alignment=_ARRAYS)
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=_ARRAYS)
 def down(
     hidden,  # [pairs, inner]
     matrix,
@@ -187,7 +184,6 @@ def down(
     size,  # features that w2 has
     inner,
     rows,
-    ahead,
     SLOTS: tl.constexpr,
     SHARED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -217,7 +213,6 @@ def down(
     items = tl.sum((expert_of(ids, id_strides, every, pairs, SLOTS, SHARED, ".cg") >= 0).to(tl.int32), 0)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        fetch(row[0], row[4][0], first, size, ahead, FORMAT)
         tl.extra.cuda.gdc_wait()
     before = -1  # without any expert, programs write zeros
     if expert >= 0:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._moe_decode import DEPTH, TALL, load_scales, load_weights, scales_ahead
+from m3hal_triton._moe_decode import TALL, load_scales, load_weights, scales_ahead
 
 _ARRAYS = ["items", "total", "order", "x_factor"]
 #: tokens of a tile from which on items of half and a quarter of them have products of their own
@@ -85,9 +85,9 @@ def item_of(items, total, tokens, item, MOST: tl.constexpr, SORTED: tl.constexpr
     """Expert int64, first position and tokens of a work item; no tokens beyond the last item."""
     if SORTED:
         real = item < tl.load(total, cache_modifier=".cg")
-        expert = tl.load(items + item * 4, mask=real, other=0, cache_modifier=".cg")
-        start = tl.load(items + item * 4 + 1, mask=real, other=0, cache_modifier=".cg")
-        count = tl.load(items + item * 4 + 2, mask=real, other=0, cache_modifier=".cg")
+        expert = tl.where(real, tl.load(items + item * 4, cache_modifier=".cg"), 0)  # any item has its place in memory
+        start = tl.where(real, tl.load(items + item * 4 + 1, cache_modifier=".cg"), 0)
+        count = tl.where(real, tl.load(items + item * 4 + 2, cache_modifier=".cg"), 0)
     else:  # one expert that every token takes
         expert, start = item * 0, item * MOST
         count = tl.minimum(tokens - start, MOST)
@@ -138,48 +138,6 @@ def span(split, size, BK: tl.constexpr, SPLITS: tl.constexpr):
         first = split * part
         last = tl.minimum(first + part, size)
     return first, last
-
-
-@triton.jit
-def fetch(codes, strides, k, size, ahead, FORMAT: tl.constexpr):
-    """Asks the L2 cache for ``ahead`` bytes of each row from column k on, rounded up to 256 and no more than there are;
-    in pieces from the column's piece on, rounded up to pieces.
-
-    codes: pointers to rows of ``size`` numbers, [BN, 1].
-    """
-    NUMBERS: tl.constexpr = 8 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 1  # that a pointer's element holds
-    BYTES: tl.constexpr = codes.dtype.element_ty.primitive_bitwidth // 8
-    most = tl.minimum(ahead, (size - k) // NUMBERS * BYTES)
-    if len(strides) == 2:
-        start, line = (codes + k // NUMBERS).to(tl.int64), tl.arange(0, 4)[None, :] * 64
-        for low in range(0, most, 256):
-            _ask(start + tl.minimum(low + line, most - 1))
-    else:
-        PIECE: tl.constexpr = DEPTH // NUMBERS * BYTES
-        start = codes.to(tl.int64) + tl.arange(0, PIECE // 64)[None, :] * 64
-        for piece in range(0, tl.cdiv(most, PIECE)):
-            _ask(start + (k // DEPTH + piece) * (TALL * PIECE))
-
-
-@triton.jit
-def _ask(at):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _fetch_next(
-    matrix, items, total, program, wave, tiles, height, size, ahead, BN: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
-    """Fetches the beginning of the tile that this multiprocessor will take ``wave`` programs later."""
-    tile, split = (program + wave) % tiles, (program + wave) // tiles % SPLITS
-    expert, _start, count = item_of(items, total, 0, (program + wave) // (tiles * SPLITS), 0, True)
-    if count > 0:
-        row = tl.minimum(tile * BN + tl.arange(0, BN), height - 1).to(tl.int64)
-        codes = matrix[0] + _starts(expert, row, matrix[1])
-        fetch(codes, matrix[1], span(split, size, BK, SPLITS)[0], size, ahead, FORMAT)
 
 
 @triton.jit
@@ -247,7 +205,7 @@ def _up_tile(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "positions", "wave", "ahead"], do_not_specialize_on_alignment=_ARRAYS)
+@triton.jit(do_not_specialize=["tokens", "positions"], do_not_specialize_on_alignment=_ARRAYS)
 def up(
     x,
     x_strides,
@@ -264,8 +222,6 @@ def up(
     width,  # columns of x: more where it was filled up
     inner,  # features of hidden, a multiple of 64; gate and up rows alternate in the matrix
     numbers,  # alpha, beta, limit
-    wave,  # programs that run side by side
-    ahead,  # bytes of each row that are fetched early
     SLOTS: tl.constexpr,
     RAISE: tl.constexpr,  # what hidden is multiplied by
     BN: tl.constexpr,
@@ -281,7 +237,6 @@ def up(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,  # tokens that are not there are not read
-    FETCHES: tl.constexpr,  # weights are fetched to the cache for later programs
     EARLY: tl.constexpr,
 ):
     """The activation of w13 times the tokens, in the order of their experts."""
@@ -291,8 +246,6 @@ def up(
     tiles = tl.cdiv(2 * inner, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
     expert, start, count = item_of(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
-    if FETCHES:
-        _fetch_next(matrix, items, total, tl.program_id(0), wave, tiles, 2 * inner, size, ahead, BN, BK, SPLITS, FORMAT)
     if count <= 0:
         return
     n = tile * BN + tl.arange(0, BN)
@@ -379,7 +332,7 @@ def _down_tile(
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "positions", "wave", "ahead"],
+    do_not_specialize=["tokens", "positions"],
     do_not_specialize_on_alignment=["items", "total", "factor"],
 )
 def down(
@@ -395,8 +348,6 @@ def down(
     size,  # features that w2 has
     inner,
     rows,
-    wave,
-    ahead,
     LOWER: tl.constexpr,  # 1 / RAISE
     BN: tl.constexpr,
     BT: tl.constexpr,
@@ -411,7 +362,6 @@ def down(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,  # tokens that are not there are not read
-    FETCHES: tl.constexpr,  # weights are fetched to the cache for later programs
     EARLY: tl.constexpr,
 ):
     """w2 times the hidden activations, in their order."""
@@ -420,10 +370,6 @@ def down(
     expert, start, count = item_of(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
     n = tile * BN + tl.arange(0, BN)
     row = rows_of(matrix, expert, n, rows)
-    if FETCHES:
-        if tl.program_id(0) < wave:
-            fetch(row[0], row[4][0], span(split, size, BK, SPLITS)[0], size, ahead, FORMAT)
-        _fetch_next(matrix, items, total, tl.program_id(0), wave, tiles, rows, size, ahead, BN, BK, SPLITS, FORMAT)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

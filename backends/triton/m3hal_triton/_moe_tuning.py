@@ -48,16 +48,16 @@ _PLAIN: Ladder = (
     (_ALL, Tuning(256, _PLAIN_MANY, _PLAIN_MANY, extra=32)),
 )
 _SPLIT = Tile(128, 128, stages=3, programs=4)
-_E4M3_FEW = Tile(128, 256, stages=3)
+_E4M3_FEW = Tile(64, 256, stages=3)
 _E4M3: Ladder = (
-    (0.1, Tuning(16, _SPLIT, _SPLIT)),
     (4, Tuning(16, _E4M3_FEW, _E4M3_FEW)),
     (24, Tuning(32, Tile(128, 128, stages=3), Tile(128, 128, stages=3))),
     (96, _SOME),
     (_ALL, _MANY),
 )
 _E2M1_FEW = Tile(128, 128)
-_E2M1: Ladder = (_E4M3[0], (4, Tuning(16, _E2M1_FEW, _E2M1_FEW)), *_E4M3[2:])
+_SPLIT_FEW = (0.1, Tuning(16, _SPLIT, _SPLIT))
+_E2M1: Ladder = (_SPLIT_FEW, (4, Tuning(16, _E2M1_FEW, _E2M1_FEW)), *_E4M3[1:])
 #: where ranks share the inner dimension: half as many rows, or half the depth, make more programs of what is left
 _SHARE = 1536
 _PLAIN_SHARED: Ladder = (
@@ -65,7 +65,7 @@ _PLAIN_SHARED: Ladder = (
     (4, Tuning(16, Tile(64, 128), _PLAIN_FEW)),
     *_PLAIN[2:],
 )
-_E4M3_SHARED: Ladder = (_E4M3[0], (4, Tuning(16, Tile(64, 256, stages=3), Tile(128, 128))), *_E4M3[2:])
+_E4M3_SHARED: Ladder = (_SPLIT_FEW, (4, Tuning(16, _E4M3_FEW, Tile(128, 128))), *_E4M3[1:])
 #: IEEE products of fp32 hold their operands in registers
 NARROW: Ladder = ((_ALL, Tuning(16, Tile(64, 32, stages=2), Tile(64, 32, stages=2))),)
 #: one for any number of tokens

@@ -43,11 +43,7 @@ MAX_SPLITS = 8
 #: tokens of a tile where they are many
 WIDE = 128
 #: tokens of a tile up to which those that an item hasn't are not read
-MASKED = 16
-#: bytes of each row that programs fetch for those that run after them, and programs of a multiprocessor
-AHEAD, WAVE = 512, 2
-#: bytes of each row that the products for few tokens fetch to the cache while they wait
-BYTES = 256
+MASKED = 32
 #: rows of one program of an adapter's second product, and columns of one step of its first
 LORA_ROWS, LORA_COLUMNS = 64, 256
 
@@ -340,22 +336,22 @@ class _Run:
         x, ids = batch.x, batch.ids
         tokens, pairs = len(x), len(batch.hidden)
         wide, counts = memory.find("wide", torch.float16, tokens, -1), memory.take("numbers", torch.int32, -1)[:-1]
-        is_alone = pairs <= align.SORTED_ALONE
-        if not is_alone:
+        at_once = pairs <= align.AT_ONCE
+        if not at_once:
             counts.zero_()
-        sorters = 1 if is_alone else triton.cdiv(pairs, align.PAIRS)
+        sorters = align.sorters_of(pairs)
         padded = 0 if wide is None else wide.shape[1]
-        early = batch.early and is_alone
+        early = batch.early and at_once
         same = {"SLOTS": batch.slots, "SHARED": batch.shared, "EXPERTS": len(counts)}
         same |= {"PAIRS": align.PAIRS, "MOST": batch.tuning.most}
         align.begin[(sorters + (0 if wide is None else tokens),)](
             x, x.stride(), wide, memory.find("x_factor", torch.float32, -1), ids, ids.stride(), batch.order,
             batch.items, batch.total, positions, counts, tokens, pairs, sorters, x.shape[1], padded,
-            **same, ALL=max(power_of_two_above(pairs), 16) if is_alone else 0,
+            **same, MINE=align.MINE if at_once else 0,
             WIDE=power_of_two_above(max(padded, 64)), FOUR_BIT=_is_packed(self._stored), EARLY=early,
             num_warps=8, **after(early),
         )  # fmt: skip
-        if not is_alone:
+        if not at_once:
             align.scatter[(sorters,)](
                 ids, ids.stride(), positions, counts, batch.order, batch.items, batch.total, pairs, num_warps=8, **same
             )
@@ -367,7 +363,7 @@ class _Run:
         align.begin[(len(x),)](
             x, x.stride(), wide, memory.take("x_factor", torch.float32, -1), batch.ids, batch.ids.stride(), batch.order,
             batch.items, batch.total, batch.order, numbers, len(x), 0, 0, x.shape[1], wide.shape[1],
-            SLOTS=self._slots, EXPERTS=16, PAIRS=align.PAIRS, MOST=16, ALL=0, WIDE=power_of_two_above(wide.shape[1]),
+            SLOTS=self._slots, EXPERTS=16, PAIRS=align.PAIRS, MOST=16, MINE=0, WIDE=power_of_two_above(wide.shape[1]),
             FOUR_BIT=_is_packed(format), EARLY=False, num_warps=8,
         )  # fmt: skip
 
@@ -376,12 +372,10 @@ class _Run:
     ) -> dict[str, Any]:
         """Launch arguments that both products take."""
         if is_few:
-            more = {"BT": few.COLUMNS, "ahead": BYTES}
+            more = {"BT": few.COLUMNS}
         else:
             more = {"BX": batch.tuning.extra, "BT": batch.tuning.tokens, "SORTED": batch.order is not None}
             more["MASKED"] = batch.tuning.tokens <= MASKED
-            more["FETCHES"] = batch.native and batch.order is not None and batch.tuning.tokens <= MASKED and AHEAD > 0
-            more |= {"wave": WAVE * multiprocessors(batch.x.device), "ahead": AHEAD}
         return {
             "BN": tile.rows,
             "BK": tile.depth,

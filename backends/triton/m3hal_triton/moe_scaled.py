@@ -14,7 +14,7 @@ import triton
 
 from m3hal.dispatch.manifest import Kernel
 from m3hal.formats import FORMATS, spec_of
-from m3hal.ops import load
+from m3hal.ops import ExpertLoRA, load
 from m3hal.shape import Site
 from m3hal_triton import _moe_align as align
 from m3hal_triton import _moe_combine as ends
@@ -96,13 +96,15 @@ class _Run:
         weights: torch.Tensor,
         ids: torch.Tensor,
         experts: Packed,
-        lora: None = None,
+        lora: ExpertLoRA | None = None,
         out: torch.Tensor | None = None,
         workspace: torch.Tensor | None = None,
     ) -> torch.Tensor:
         result = self._fake(x, weights, ids, experts) if out is None else out
         if len(x) == 0:
             return result
+        if lora is not None or experts.shared is not None:
+            raise ValueError("products of blocks have no adapters and no shared expert; plan the site with what it has")
         assert workspace is not None
         memory, (tokens, width) = Memory(self.room(len(x)), workspace), x.shape
         pairs = tokens * self._slots
@@ -125,22 +127,22 @@ class _Run:
         """Positions of the pairs; their order and the work items are in memory."""
         pairs, numbers = ids.numel(), memory.take("numbers", torch.int32, -1)
         order, items, positions = (memory.take(name, torch.int32, -1) for name in ("order", "items", "positions"))
-        is_alone, counts = pairs <= align.SORTED_ALONE, numbers[:-1]
+        at_once, counts = pairs <= align.AT_ONCE, numbers[:-1]
         same: dict[str, Any] = {
             "SLOTS": self._slots,
             "EXPERTS": len(counts),
             "PAIRS": align.PAIRS,
             "MOST": tuning.tokens,
         }
-        sorters = 1 if is_alone else triton.cdiv(pairs, align.PAIRS)
-        if not is_alone:
+        sorters = align.sorters_of(pairs)
+        if not at_once:
             counts.zero_()
         align.begin[(sorters,)](
             ids, (0, 0), None, None, ids, ids.stride(), order, items, numbers[-1:], positions, counts, len(ids), pairs,
-            sorters, 0, 0, **same, ALL=max(power_of_two_above(pairs), 16) if is_alone else 0, WIDE=64, FOUR_BIT=False,
+            sorters, 0, 0, **same, MINE=align.MINE if at_once else 0, WIDE=64, FOUR_BIT=False,
             EARLY=False, num_warps=8,
         )  # fmt: skip
-        if not is_alone:
+        if not at_once:
             align.scatter[(sorters,)](
                 ids, ids.stride(), positions, counts, order, items, numbers[-1:], pairs, num_warps=8, **same
             )

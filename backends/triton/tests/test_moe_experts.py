@@ -7,6 +7,7 @@ import torch
 from attention_cases import DEVICE, poisoned, worst_row
 from m3hal_triton import _moe_tuning as tuning
 from m3hal_triton import moe_experts as module
+from m3hal_triton._moe_align import AT_ONCE
 from m3hal_triton._moe_tuning import Tile, Tuning
 from m3hal_triton.moe_experts import batch_invariant, fp8_activations, moe_experts
 
@@ -146,10 +147,11 @@ def test_matrices_in_pieces(format, tokens):
     assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
 
 
+@pytest.mark.parametrize("tokens", [200, 300])
 @pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3"])
-def test_many_pairs_are_sorted_by_many_programs(format):
-    """More pairs than one program sorts; one expert holds most of them."""
-    tokens = 300
+def test_many_pairs_are_sorted_by_many_programs(format, tokens):
+    """By one kernel and by two; one expert holds most of the pairs."""
+    assert (4 * tokens > AT_ONCE) == (tokens == 300)
     site = _site("bfloat16", format, tokens, hidden_size=64, intermediate_size=32)
     experts, (x, weights, ids) = _experts(format, hidden=64, inner=32), _inputs(tokens, torch.bfloat16, 64)
     ids[:, 0] = 2
