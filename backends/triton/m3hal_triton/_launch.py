@@ -44,6 +44,12 @@ def programmatic(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether registers are what limits the programs that share a multiprocessor: sums are held in them."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def after(early: bool) -> dict[str, bool]:
     """Launch options of a kernel that begins with ``gdc_wait``."""
     return {"launch_pdl": True} if early else {}

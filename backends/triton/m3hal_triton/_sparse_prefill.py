@@ -6,7 +6,8 @@ and writes each entry's partial result; a last kernel merges the k partial resul
 for many queries. Every partial result depends on its own query and block only, and the merge runs in the order of the
 ids: a row's bits do not depend on the rest of the batch, nor on the order in which the sort's atomics arrive.
 
-Tokens come in pieces, so that the partial results fit into the workspace; the sort serves all pieces at once.
+Tokens come in pieces, so that the partial results fit into the workspace; the sort serves all pieces at once. Entries
+of units that :mod:`_sparse_union` has served are left out of it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from m3hal_triton._softmax import LN_2, accumulate
 
 #: arguments whose values and addresses make no other kernel
 _NUMBERS = ["tokens", "requests", "slots", "piece", "max_items", "first_token", "id_token", "id_head", "id_slot"]
-_NUMBERS += ["table_row", "table_slot", "lse_token", "lse_head"]
+_NUMBERS += ["table_row", "table_slot", "lse_token", "lse_head", "minimum"]
 _ARRAYS = ["block_ids", "request_of", "position_of", "first_block", "seq_lens", "block_table", "counts", "starts"]
-_ARRAYS += ["items", "totals", "ranks", "order", "work", "partial_lse", "lse"]
+_ARRAYS += ["items", "totals", "ranks", "order", "work", "partial_lse", "lse", "sizes", "walking"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
@@ -32,28 +33,42 @@ def count(
     first_block,
     counts,
     ranks,
+    sizes,  # of _sparse_union, as walking
+    walking,
+    first_token,
     tokens,
     slots,  # counters of one piece
     piece,  # tokens of one piece
     id_token,
     id_head,
     id_slot,
+    minimum,  # units for which the walk is worth a launch
     GROUPS: tl.constexpr,
     IDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
+    TILE: tl.constexpr,  # tokens of a unit; 0 where none walks
 ):
-    """The rank of each entry among those of its block and piece; -1 for an entry that selects nothing."""
+    """The rank of each entry among those of its block and piece.
+
+    -1 for an entry that selects nothing, -2 for one of a unit that walks its blocks.
+    """
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     token, group, slot = entry // (GROUPS * IDS), entry // IDS % GROUPS, entry % IDS
     inside = token < tokens
     block = tl.load(block_ids + token * id_token + group * id_head + slot * id_slot, mask=inside, other=-1)
     position = tl.load(position_of + token, mask=inside, other=-1)
     selects = (block >= 0) & (block.to(tl.int64) * BLOCK <= position)
+    nothing = -1
+    if TILE > 0:
+        size = tl.load(sizes + (first_token + token) // TILE * GROUPS + group, mask=inside, other=0)
+        walks = (size > 0) & (tl.load(walking) + size * 0 >= minimum)
+        selects = selects & ~walks
+        nothing = tl.where(walks, -2, -1)
     request = tl.load(request_of + token, mask=selects, other=0)
     home = (tl.load(first_block + request, mask=selects, other=0) + block) * GROUPS + group
     rank = tl.atomic_add(counts + token // piece * slots + home, 1, mask=selects, sem="relaxed")
-    tl.store(ranks + entry, tl.where(selects, rank, -1), mask=inside)
+    tl.store(ranks + entry, tl.where(selects, rank, nothing), mask=inside)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
@@ -293,25 +308,30 @@ def merge(
     IDS_PADDED: tl.constexpr,
     DIM: tl.constexpr,
     LSE: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
 ):
-    """One row of the result: the softmax over a head's blocks."""
-    head = tl.program_id(0)
+    """HEADS_AT_ONCE rows of the result: the softmax over a head's blocks."""
+    first_head = tl.program_id(0) * HEADS_AT_ONCE
     local = tl.program_id(1).to(tl.int64)
     token = first_token + local
     slot = tl.arange(0, IDS_PADDED)
     dim = tl.arange(0, DIM)
-    rank = tl.load(ranks + (local * GROUPS + head // GROUP) * IDS + slot, mask=slot < IDS, other=-1)
-    row = (local * HEADS + head) * IDS + slot
-    base2 = tl.load(partial_lse + row, mask=rank >= 0, other=float("-inf"))
-    part = tl.load(partial + row[:, None] * DIM + dim[None, :], mask=(rank >= 0)[:, None], other=0.0)
-    top = tl.max(base2, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(base2 - base)
-    total = tl.sum(weight, 0)
-    empty = total == 0
-    result = tl.sum(part.to(tl.float32) * weight[:, None], 0) / tl.where(empty, 1.0, total)
-    at = out + token * out_strides[0] + head * out_strides[1] + dim * out_strides[2]
-    tl.store(at, result.to(out.dtype.element_ty))
-    if LSE:
-        natural = tl.where(empty, float("-inf"), (base + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
-        tl.store(lse + token * lse_token + head * lse_head, natural)
+    rank = tl.load(ranks + (local * GROUPS + first_head // GROUP) * IDS + slot, mask=slot < IDS, other=-1)
+    if tl.min(rank, 0) == -2:
+        return  # written where the blocks were walked
+    for which in tl.static_range(HEADS_AT_ONCE):
+        head = first_head + which
+        row = (local * HEADS + head) * IDS + slot
+        base2 = tl.load(partial_lse + row, mask=rank >= 0, other=float("-inf"))
+        part = tl.load(partial + row[:, None] * DIM + dim[None, :], mask=(rank >= 0)[:, None], other=0.0)
+        top = tl.max(base2, 0)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        weight = tl.exp2(base2 - base)
+        total = tl.sum(weight, 0)
+        empty = total == 0
+        result = tl.sum(part.to(tl.float32) * weight[:, None], 0) / tl.where(empty, 1.0, total)
+        at = out + token * out_strides[0] + head * out_strides[1] + dim * out_strides[2]
+        tl.store(at, result.to(out.dtype.element_ty))
+        if LSE:
+            natural = tl.where(empty, float("-inf"), (base + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+            tl.store(lse + token * lse_token + head * lse_head, natural)

@@ -252,6 +252,7 @@ MANIFEST = Manifest(
                 "_sparse_by_warps.py",
                 "_operands.py",
                 "_sparse_prefill.py",
+                "_sparse_union.py",
                 *_SHARED,
             ),
         ),

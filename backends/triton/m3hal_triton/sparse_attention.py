@@ -16,6 +16,7 @@ from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton import _pages
 from m3hal_triton import _sparse_prefill as prefill
+from m3hal_triton import _sparse_union as union
 from m3hal_triton._decode import check_alignment, compute_dtype, native
 from m3hal_triton._launch import (
     DOT_PRECISION,
@@ -74,6 +75,7 @@ class Prefill:
     rows: int = 64
     warps: int = 4
     merge_warps: int = 1
+    merge_heads: int = 4
 
 
 #: found on an H200, by cache format: of a decode in one part, of one that is split, and of verify
@@ -133,6 +135,9 @@ class _Run:
         self._fake = partial(load("sparse_attention").fake, return_lse=site.return_lse)
         self._decode_bytes = self._decode_workspace()
         self.workspace_bytes = self._decode_bytes
+        # a unit walks or not by what its neighbours chose, so no row is computed alike in any batch
+        walks = few_tokens > 0 and site.dtype == "bfloat16" and site.kv_format in union.WALKS
+        self._walks = walks and site.page_size >= site.block_size and self._group in (2, 4, 8, 16)
         if site.max_tokens > few_tokens:
             self._sort_bytes = self._prefill_sort_bytes()
             per_token = site.num_q_heads * site.top_k_blocks * (site.head_dim * (4 if self._narrow else 2) + 4)
@@ -151,7 +156,8 @@ class _Run:
         entries = site.max_tokens * site.num_kv_heads * site.top_k_blocks
         slots = max(site.max_seqs * triton.cdiv(site.max_context, site.block_size) * site.num_kv_heads, SORT_COUNTERS)
         self._slots = slots
-        return 4 * (2 * entries + 8 * (2 * entries + 1024) + 3 * slots + 1024)
+        self._sort_words = 2 * entries + 8 * (2 * entries + 1024) + 3 * slots + 1024
+        return 4 * self._sort_words + (union.room(site.max_tokens, site.num_kv_heads) if self._walks else 0)
 
     def __call__(
         self,
@@ -361,16 +367,28 @@ class _Run:
         ids = block_ids.shape[2]
         slots = meta.seq_lens.shape[0] * triton.cdiv(meta.max_k, site.block_size) * site.num_kv_heads
         at_once = max(1, self._slots // slots) * piece  # tokens that are sorted together
+        walk = self._walk(q, kv, block_ids, batch, output, lse, workspace)
         for low in range(0, tokens, at_once):
             n = min(at_once, tokens - low)
             sort = _Sort(workspace, n, piece, slots, site.num_kv_heads * ids)
-            self._sort(sort, block_ids[low : low + n], batch, low, n, piece)
+            self._sort(sort, walk, block_ids[low : low + n], batch, low, n, piece)
             room = workspace[self._sort_bytes :]
             for index in range(sort.pieces):
                 count = min(piece, n - index * piece)
                 self._piece_of(sort, index, low + index * piece, count, room, q, kv, ids, batch, output, lse)
 
-    def _sort(self, sort: _Sort, block_ids: torch.Tensor, batch: BatchPlan, low: int, n: int, piece: int) -> None:
+    def _walk(self, q, kv, block_ids, batch, output, lse, workspace) -> union.Walk | None:  # type: ignore[no-untyped-def]
+        """Attention of the units that walk the union of their blocks, before the others are sorted."""
+        site, tokens = self._site, q.shape[0]
+        minimum = union.LEAST * multiprocessors(q.device)
+        if not self._walks or tokens // union.TILE * site.num_kv_heads < minimum:
+            return None
+        walk = union.Walk(workspace[4 * self._sort_words :], tokens, site, minimum)
+        walk.unite(block_ids, batch)
+        walk.attend(q, kv, batch, output, lse)
+        return walk
+
+    def _sort(self, sort, walk, block_ids, batch, low, n, piece) -> None:  # type: ignore[no-untyped-def]
         """Entries in the order of their blocks, and work items, for each piece."""
         site, meta = self._site, batch.meta
         groups, ids = site.num_kv_heads, block_ids.shape[2]
@@ -378,9 +396,10 @@ class _Run:
         request, position = batch.request[low:], batch.position[low:]
         statics: dict[str, Any] = {"GROUPS": groups, "IDS": ids, "BLOCK": site.block_size, "ENTRIES": ENTRIES}
         sort.counts.zero_()
+        sizes, walking, minimum = (walk.sizes, walk.walking, walk.minimum) if walk else (sort.counts, sort.counts, 0)
         prefill.count[grid](
-            block_ids, request, position, batch.first_block, sort.counts, sort.ranks, n, sort.slots, piece,
-            *block_ids.stride(), **statics, num_warps=4,
+            block_ids, request, position, batch.first_block, sort.counts, sort.ranks, sizes, walking, low, n,
+            sort.slots, piece, *block_ids.stride(), minimum, **statics, TILE=union.TILE if walk else 0, num_warps=4,
         )  # fmt: skip
         prefill.offsets[(sort.pieces,)](
             sort.counts, sort.starts, sort.items, sort.totals, batch.first_block, meta.seq_lens.shape[0], sort.slots,
@@ -435,7 +454,8 @@ class _Run:
             PRECISION=DOT_PRECISION,
             num_warps=4 if self._narrow else PREFILL.warps,
         )
-        prefill.merge[(site.num_q_heads, count)](
+        heads = min(PREFILL.merge_heads, power_of_two_below(group & -group))
+        prefill.merge[(site.num_q_heads // heads, count)](
             partials,
             partial_lse,
             sort.ranks[local * site.num_kv_heads * ids :],
@@ -452,6 +472,7 @@ class _Run:
             DIM=site.head_dim,
             LSE=site.return_lse,
             num_warps=PREFILL.merge_warps,
+            HEADS_AT_ONCE=heads,
         )
 
 

@@ -47,6 +47,7 @@ KERNELS = {
     "attend_block": "wide",
     "attend_by_warps": "any",
     "attend_dense": "any",
+    "attend_union": "wide",
     "score_few": "any",
     "score_few_by_warps": "any",
     "score_many": "wide",
@@ -63,6 +64,9 @@ SPILLS: dict[tuple[str, str], dict[str, int]] = {
     ("attend", "sparse verify fp8"): {"sm_90": 48, "sm_100": 240, "sm_103": 240},
     ("attend", "sparse verify nvfp4"): {"sm_100": 344, "sm_103": 344},
     ("attend_by_warps", "sparse decode 1 fp8"): {"sm_90": 8},
+    # registers for two programs a multiprocessor, which is what makes it quick; inside the loop few are touched
+    ("attend_union", "sparse prefill bf16"): {"sm_90": 184},
+    ("attend_union", "sparse prefill fp8"): {"sm_90": 176},
     ("score_few_by_warps", "select decode fp8"): {"sm_100": 32, "sm_103": 32},
     ("score_many", "select prefill fp8"): {"sm_90": 152, "sm_100": 120, "sm_103": 120},
     ("score_many", "select prefill nvfp4"): {"sm_90": 160, "sm_100": 160, "sm_103": 160},

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import BOUND, Batch, double, plan, poisoned, workspace, worst_row
+from m3hal_triton import _sparse_union as union
 from m3hal_triton.paged_attention import paged_attention
 from m3hal_triton.select_blocks import block_scores, select_blocks
 from m3hal_triton.sparse_attention import sparse_attention
@@ -50,6 +51,14 @@ def test_sparse_attention(dtype, lengths, format, layout, heads):
     dead = torch.isneginf(exact_lse)
     assert torch.equal(torch.isneginf(lse), dead)
     assert torch.allclose(lse[~dead].double(), exact_lse[~dead], atol=BOUND[dtype] / 10, rtol=0)
+
+
+@pytest.mark.parametrize("format", ["", "fp8_e4m3"])
+@pytest.mark.parametrize("heads", [(64, 4), (16, 1)], ids=["TP1", "TP4"])
+def test_prompts_whose_tokens_walk_together(format, heads, monkeypatch):
+    """The first tokens of prompts choose the same blocks; later ones, and tiles of two requests, are sorted."""
+    monkeypatch.setattr(union, "LEAST", 0)
+    test_sparse_attention(torch.bfloat16, [(1203, 1203), (300, 2500), (1, 700), (520, 9000)], format, "hnd", heads)
 
 
 @DTYPES

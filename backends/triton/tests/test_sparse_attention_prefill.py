@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import BOUND, Batch, double, plan, poisoned, sparse_site, workspace, worst_row
+from m3hal_triton import _sparse_union as union
 from m3hal_triton import sparse_attention as module
-from m3hal_triton.sparse_attention import sparse_attention
+from m3hal_triton.sparse_attention import batch_invariant, sparse_attention
 
 from m3hal.ops import load
 
@@ -16,7 +17,7 @@ OPERATOR = load("sparse_attention")
 
 def _inputs(site, batch):
     q = batch.queries(site.num_q_heads, site.head_dim)
-    kv = batch.cache(site.num_kv_heads, site.head_dim, has_values=True)
+    kv = batch.cache(site.num_kv_heads, site.head_dim, True, format=site.kv_format)
     ids = batch.block_ids(site.num_kv_heads)
     batch.erase_unselected(kv, ids)
     return q, kv, ids
@@ -73,9 +74,85 @@ def test_a_row_does_not_depend_on_its_batch():
     site = sparse_site(torch.bfloat16)
     batch = Batch(site, [(9, 50), (12, 40)], torch.bfloat16)
     q, kv, ids = _inputs(site, batch)
-    kernel = sparse_attention(site)
+    kernel = batch_invariant(site)
     together = kernel.run(q, kv, ids, plan(kernel, batch.meta), workspace=workspace(kernel))
     meta = batch.meta
     alone = replace(meta, cu_q=meta.cu_q[1:] - 9, seq_lens=meta.seq_lens[1:], block_table=meta.block_table[1:])
     one = kernel.run(q[9:], kv, ids[9:], plan(kernel, alone), workspace=workspace(kernel))
     assert torch.equal(together[9:], one)
+
+
+@pytest.fixture
+def walked(monkeypatch):
+    """Lets units walk in small batches, too; (units that began to walk, that stayed, all) of each call."""
+    seen = []
+    shipped = union.Walk.attend
+
+    def attend(walk, *given):
+        began = int((walk.sizes > 0).sum())
+        shipped(walk, *given)
+        seen.append((began, int((walk.sizes > 0).sum()), walk.units))
+
+    monkeypatch.setattr(union.Walk, "attend", attend)
+    monkeypatch.setattr(union, "LEAST", 0)
+    return seen
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize(("page", "block", "group"), [(16, 16, 2), (64, 16, 4), (32, 32, 8)])
+def test_units_that_walk_beside_others(walked, monkeypatch, page, block, group, format):
+    """Tiles of one request, with their own edges and starts off a block, walk; tiles of two requests don't."""
+    monkeypatch.setitem(union.WALKS, format, union.Tuning(price=3))
+    shape = {"num_q_heads": 2 * group, "page_size": page, "block_size": block, "kv_format": format}
+    site = sparse_site(torch.bfloat16, return_lse=True, **shape)
+    lengths = [(13, 61), (9, 9), (1, 33), (2, 0), (0, 20), (24, 130)]
+    _check(site, Batch(site, lengths, torch.bfloat16, extra_tokens=2, strided=True))
+    ((began, stayed, units),) = walked
+    assert 0 < began == stayed < units
+
+
+def test_a_union_larger_than_its_list_is_sorted(walked, monkeypatch):
+    """More blocks than a unit keeps."""
+    monkeypatch.setitem(union.WALKS, "bfloat16", union.Tuning(price=0))
+    monkeypatch.setattr(union, "MOST", 4)
+    site = sparse_site(torch.bfloat16, return_lse=True)
+    _check(site, Batch(site, [(16, 180), (16, 16)], torch.bfloat16))
+    assert walked == [(4, 4, 8)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_a_neighbour_chose_may_hold_anything(walked, value):
+    """A block of NaN or infinities spoils the rows that chose it, and no other of their unit."""
+    site = sparse_site(torch.bfloat16, return_lse=True)
+    batch = Batch(site, [(16, 60)], torch.bfloat16)
+    q, kv = batch.queries(site.num_q_heads, site.head_dim), batch.cache(2, site.head_dim, has_values=True)
+    ids = torch.tensor([1, 3, -1, -1], dtype=torch.int32, device=q.device).repeat(16, 2, 1)
+    ids[5] = torch.tensor([0, 1, 3, -1])
+    kv.v[batch.table[0, 0], 0] = value
+    kv.k[batch.table[0, 0], 1] = value
+    kernel = sparse_attention(site)
+    out, lse = kernel.run(q, kv, ids, plan(kernel, batch.meta), workspace=workspace(kernel))
+    exact, exact_lse = OPERATOR.reference(q.double(), double(kv), ids, batch.meta, **OPERATOR.static_values(site))
+    clean = torch.arange(16, device=q.device) != 5
+    assert worst_row(out[clean], exact[clean]) <= BOUND[torch.bfloat16]
+    assert torch.allclose(lse[clean].double(), exact_lse[clean], atol=BOUND[torch.bfloat16] / 10, rtol=0)
+    assert not out[5].isfinite().all(-1).any()
+    assert walked == [(4, 2, 4)]
+
+
+@pytest.mark.parametrize(("processors", "none"), [(6, False), (7, True)])
+def test_few_units_are_sorted(walked, monkeypatch, processors, none):
+    """Where fewer units would walk than there are multiprocessors, none does."""
+    monkeypatch.setattr(union, "LEAST", 1)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: processors)
+    site = sparse_site(torch.bfloat16, return_lse=True)
+    touched, shipped = [], union.Walk.attend
+
+    def attend(walk, q, kv, batch, out, lse):
+        shipped(walk, q, kv, batch, out, lse)
+        touched.append(not out.isnan().all())
+
+    monkeypatch.setattr(union.Walk, "attend", attend)
+    _check(site, Batch(site, [(16, 16), (9, 9), (9, 9)], torch.bfloat16))
+    assert walked == [(6, 6, 10)]
+    assert touched == [not none]
