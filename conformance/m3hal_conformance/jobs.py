@@ -7,6 +7,8 @@ end together; results come back in the order of the cases.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -32,7 +34,8 @@ def run(
     given = {field.name: getattr(runner, field.name) for field in fields(runner) if field.init and field.repr}
     results = []
     context = multiprocessing.get_context("spawn")  # a device's runtime does not survive a fork
-    with ProcessPoolExecutor(jobs, context, _begin, (given,)) as pool:
+    pool = ProcessPoolExecutor(jobs, context, _begin, (given,))
+    try:
         asked = [(case, pool.submit(_ask, case.id)) for case in cases]
         for case, answer in asked:
             result, needed = _answered(case, answer)
@@ -40,6 +43,8 @@ def run(
             results.append(result)
             if progress:
                 progress(case, result)
+    finally:
+        pool.shutdown(cancel_futures=True)  # of an interrupted run no case is begun any more
     return results
 
 
@@ -54,7 +59,16 @@ def _answered(case: Case, answer: Future[Answer]) -> Answer:
 
 
 def _begin(given: dict[str, object]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _RUNNER[:] = [Runner(**given)]  # type: ignore[arg-type]
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed tells nobody, and its processes would wait for cases for ever."""
+    parent = multiprocessing.parent_process()
+    if parent:
+        parent.join()
+        os._exit(1)
 
 
 def _ask(identity: str) -> Answer:

@@ -233,10 +233,13 @@ def test_a_kernel_that_ends_the_process_fails_the_run(package, leave, how):
     assert f"the suite's process ended while it asked {CASE}/float32: {how}" in ended.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_stopping_the_command_stops_the_suite(number, code):
+@pytest.mark.parametrize(
+    ("number", "code", "jobs"), [(signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 2)]
+)
+def test_stopping_the_command_stops_the_suite(number, code, jobs):
     """No suite outlives its command, as one would that a CI job's time limit kills; no backend is blamed."""
     command = [sys.executable, "-m", "m3hal", "conform", "--backend", "reference", "--device", "cpu", "--quick"]
+    command += ["--jobs", str(jobs)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
         assert "failed" in running.stderr.readline()  # a tenth of the cases: the suite is running
         if number == signal.SIGINT:
