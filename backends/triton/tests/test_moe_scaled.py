@@ -60,9 +60,7 @@ def test_sizes_that_fill_no_tile(format, activation, hidden, inner):
     assert worst_row(out, _defined(site, given, experts, activation_format=activation)) <= BOUND
 
 
-@pytest.mark.parametrize(
-    ("format", "activation"), [PAIRS[0], *(pytest.param(*pair, marks=SLOW) for pair in PAIRS[1:])]
-)
+@pytest.mark.parametrize(("format", "activation"), [PAIRS[0], *(pytest.param(*pair, marks=SLOW) for pair in PAIRS[1:])])
 def test_many_pairs_are_sorted_by_many_programs(format, activation):
     """More pairs than one program sorts, and the widest tile; one expert holds most of them."""
     tokens = 300
@@ -137,6 +135,13 @@ def test_no_token():
     """An empty batch launches nothing."""
     kernel = moe_scaled.mxfp8_activations(_site("bfloat16", "mxfp4"))
     assert _run(kernel, *_inputs(0, torch.bfloat16), kernel.prepare_weights(_experts("mxfp4"))).shape == (0, H)
+
+
+def test_adapters_are_refused():
+    """What no plan lets through is not left out in silence either."""
+    kernel = moe_scaled.mxfp8_activations(_site("bfloat16", "mxfp4"))
+    with pytest.raises(ValueError, match="no adapters"):
+        _run(kernel, *_inputs(1, torch.bfloat16), kernel.prepare_weights(_experts("mxfp4")), object())
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU: no graph to capture")
