@@ -251,7 +251,7 @@ TILE = 8
 #: blocks of a union, at most
 MOST = 64
 #: units for each multiprocessor below which none walks: what one does alone, the sort spreads over all
-LEAST = 1
+LEAST = 2
 
 
 def room(tokens: int, groups: int) -> int:
