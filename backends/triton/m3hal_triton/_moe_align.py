@@ -104,10 +104,9 @@ def _count(
 def convert(x, x_strides, wide, x_factor, token, size, padded, WIDE: tl.constexpr, FOUR_BIT: tl.constexpr):
     """A token's activations over their power of two, in the order of the products' columns, filled up with zeros."""
     column = tl.arange(0, WIDE)
-    within = column // 8 % 8 * 2 + column % 2
-    if FOUR_BIT:
-        within = within // 8 * 8 + within % 4 * 2 + within % 8 // 4
-    element = column // 64 * 64 + column // 2 % 4 * 16 + within
+    OWN: tl.constexpr = 32 if FOUR_BIT else 16  # of a thread of the products
+    within = column // 8 % (OWN // 2) * 2 + column % 2
+    element = column // (4 * OWN) * (4 * OWN) + column // 2 % 4 * OWN + within
     at = x + token.to(tl.int64) * x_strides[0] + element * x_strides[1]
     row = tl.load(at, mask=element < size, other=0.0).to(tl.float32)
     exponent = (row.to(tl.int32, bitcast=True) >> 23) & 255

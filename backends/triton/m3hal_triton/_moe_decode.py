@@ -9,8 +9,8 @@ sums in fp32.
 An E2M1 code is 2**-14 of its number where its bits stand in an fp16 number, a subnormal one included. So words of eight
 codes are packed in the order of :data:`PLACES`, from which nine instructions, and no conversion, make eight numbers.
 
-A thread loads 16 neighbouring codes and multiplies them where they are, so an fp16 product walks K in the order of
-:func:`columns`: its activations are stored in that order.
+A thread loads 16 bytes of neighbouring codes and multiplies them where they are, so an fp16 product walks K in the
+order of :func:`columns`: its activations are stored in that order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import triton.language as tl
 
 #: rows and columns that lie in one piece, where block scales are and the matrix is large enough
 TALL, DEPTH = tl.constexpr(128), tl.constexpr(256)
-#: columns that a permutation of K stays within
-BLOCK = tl.constexpr(64)
 #: rows of gate that alternate with rows of up: both lie in one thread's registers
 ALTERNATE = tl.constexpr(8)
 #: exponents of what multiplies decoded codes, for the row's largest block scale: 448 * 2**6 stays in range, and 2**15
@@ -35,20 +33,16 @@ PLACES = ((15, 11, 10, 9), (12, 8, 7, 6), (14, 5, 4, 3), (13, 2, 1, 0))
 
 
 def columns(format: str) -> list[int]:
-    """The element of K that each column of a block of fp16 products of stored weights takes."""
-    found = []
-    for column in range(BLOCK.value):
-        within = column // 8 * 2 + column % 2  # in the 16 of a thread
-        if format in ("mxfp4", "nvfp4"):  # the order in which words are cheap to unpack
-            within = within // 8 * 8 + within % 4 * 2 + within % 8 // 4
-        found.append(column // 2 % 4 * 16 + within)
-    return found
+    """The element of K that each column takes in fp16 products of stored weights; as many as return in an order."""
+    own = 32 if format in ("mxfp4", "nvfp4") else 16  # of a thread: 16 bytes
+    return [column // 2 % 4 * own + column // 8 * 2 + column % 2 for column in range(4 * own)]
 
 
 @triton.jit
-def _in_order(tile, BN: tl.constexpr, BK: tl.constexpr):
-    """Columns as four threads load them, 16 each, to the matrix unit's order; moves nothing between threads."""
-    split = tl.reshape(tile, (BN, BK // 64, 4, 8, 2))
+def _in_order(tile, BN: tl.constexpr, BK: tl.constexpr, OWN: tl.constexpr):
+    """Columns as four threads load them, OWN each, to the matrix unit's order; moves nothing between threads."""
+    tl.static_assert(BK % (4 * OWN) == 0)
+    split = tl.reshape(tile, (BN, BK // (4 * OWN), 4, OWN // 2, 2))
     return tl.reshape(tl.permute(split, (0, 1, 3, 2, 4)), (BN, BK))
 
 
@@ -134,24 +128,40 @@ def _along(k, strides, UNIT: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_scales(scales, strides, k, size, BK: tl.constexpr, FORMAT: tl.constexpr, EVEN: tl.constexpr):
-    """uint8 [BN, groups], from column k on; 0 beyond ``size`` and in a format without. strides: of the matrix."""
+    """From column k on, 0 beyond ``size``: uint8 [BN, BK / 32], of nvfp4 int16, with two; 0 in a format without.
+
+    strides: of the matrix.
+    """
     codes = 0
     if FORMAT == "mxfp8" or FORMAT == "mxfp4" or FORMAT == "nvfp4":
-        GROUP: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
-        group = tl.arange(0, BK // GROUP)[None, :]
-        at = tl.multiple_of(scales + _along(k, strides, GROUP, BK) + group, [1, BK // GROUP])
+        group = tl.arange(0, BK // 32)[None, :]
+        if FORMAT == "nvfp4":
+            at = (scales + _along(k, strides, 16, BK)).to(tl.pointer_type(tl.int16)) + group
+        else:
+            at = scales + _along(k, strides, 32, BK) + group
+        at = tl.multiple_of(at, [1, BK // (16 if FORMAT == "nvfp4" else 32)])
         if EVEN:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
             codes = tl.load(at)
         else:
-            codes = tl.load(at, mask=k // GROUP + group < size // GROUP, other=0)
+            codes = tl.load(at, mask=k // 32 + group < tl.cdiv(size, 32), other=0)
     return codes
 
 
 @triton.jit
-def _steps(codes, base, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
-    """What decoded codes are multiplied by."""
+def _steps(codes, base, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
+    """What decoded codes are multiplied by, [BN, groups]."""
     if FORMAT == "nvfp4":
-        step = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        if NATIVE:
+            pair = tl.inline_asm_elementwise(
+                "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, low; }", "=r,r",
+                [codes.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+            low = pair.to(tl.int16).to(tl.float16, bitcast=True)
+            high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        else:
+            low = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            high = (codes >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        step = tl.reshape(tl.join(low, high), (codes.shape[0], 2 * codes.shape[1]))
         step = step.to(tl.float32) * 64.0 if tl.float32 == COMPUTE else step
     elif FORMAT == "mxfp4":
         step = _e8m0(codes, base, LIFT_E2M1, COMPUTE)
@@ -189,12 +199,12 @@ def load_weights(
         if (FORMAT == "mxfp8" or FORMAT == "fp8_e4m3") and tl.float8e4nv != COMPUTE:
             tile = tile.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(COMPUTE)
     if FORMAT == "mxfp8" or FORMAT == "mxfp4" or FORMAT == "nvfp4":
-        step = _steps(scales, base, FORMAT, COMPUTE)
+        step = _steps(scales, base, FORMAT, COMPUTE, NATIVE)
         GROUPS: tl.constexpr = step.shape[1]
         grouped = tl.reshape(tile, (BN, GROUPS, BK // GROUPS))
         tile = tl.reshape(_scaled(grouped, step[:, :, None], NATIVE if FORMAT != "mxfp8" else 0), (BN, BK))
     if tl.float16 == COMPUTE:
-        tile = _in_order(tile, BN, BK)
+        tile = _in_order(tile, BN, BK, 32 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 16)
         if NATIVE == 2:  # no instruction; triton 3.9 would seek the order in shared memory, and find no layout for it
             tile = tl.inline_asm_elementwise("", "=r,0", [tile], dtype=tl.float16, is_pure=True, pack=2)
     return tile

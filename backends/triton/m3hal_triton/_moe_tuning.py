@@ -57,7 +57,8 @@ _E4M3: Ladder = (
 )
 _E2M1_FEW = Tile(128, 128)
 _SPLIT_FEW = (0.1, Tuning(16, _SPLIT, _SPLIT))
-_E2M1: Ladder = (_SPLIT_FEW, (4, Tuning(16, _E2M1_FEW, _E2M1_FEW)), *_E4M3[1:])
+_E2M1_MANY = Tuning(256, Tile(128, 128, warps=8, stages=2), Tile(128, 128, warps=8, stages=2), extra=32)
+_E2M1: Ladder = (_SPLIT_FEW, (4, Tuning(16, _E2M1_FEW, _E2M1_FEW)), *_E4M3[1:-1], (_ALL, _E2M1_MANY))
 #: where ranks share the inner dimension: half as many rows, or half the depth, make more programs of what is left
 _SHARE = 1536
 _PLAIN_SHARED: Ladder = (
@@ -102,6 +103,8 @@ _LADDERS: Mapping[str, tuple[Ladder, Ladder]] = {
 
 #: many tokens where registers are fewer: untuned
 _PORTABLE = Tuning(128, Tile(128, 64, warps=8, stages=2), Tile(128, 64, warps=8, stages=2))
+#: four-bit codes fill no fewer columns
+_PORTABLE_E2M1 = Tuning(128, Tile(128, 128, warps=8, stages=2), Tile(128, 128, warps=8, stages=2))
 
 
 def ladder_of(site: Site, *, rounds: bool, is_nvidia: bool) -> Ladder:
@@ -113,4 +116,4 @@ def ladder_of(site: Site, *, rounds: bool, is_nvidia: bool) -> Ladder:
         return NARROW
     whole, shared = (ROUNDED, ROUNDED) if rounds else _LADDERS[site.weight_format]
     ladder = shared if site.intermediate_size < _SHARE else whole
-    return ladder if is_nvidia else (*ladder[:-1], (_ALL, _PORTABLE))
+    return ladder if is_nvidia else (*ladder[:-1], (_ALL, _PORTABLE_E2M1 if ladder is _E2M1 else _PORTABLE))

@@ -19,7 +19,6 @@ from m3hal.formats import PLAIN_FORMATS, QSpec, QTensor
 from m3hal.ops import ExpertWeights
 from m3hal_triton._moe_decode import (
     ALTERNATE,
-    BLOCK,
     DEPTH,
     DOWN_E2M1,
     LIFT_E2M1,
@@ -32,7 +31,6 @@ from m3hal_triton._moe_decode import (
 Weight = torch.Tensor | QTensor
 #: bytes to which a row of scales is filled up, so that loads of a row start at multiples of what they take
 SCALE_ROW = 16
-_BLOCK: int = BLOCK.value
 
 
 @dataclass(frozen=True)
@@ -89,9 +87,7 @@ def format_of(weight: Weight) -> str:
 
 def prepare(experts: ExpertWeights, *, in_order: bool) -> Packed:
     """Packs the experts. in_order: products walk K as it lies, and take factors whole."""
-    order = _row_order(
-        _width(experts.w2), columns(format_of(experts.w2)) if _is_permuted(experts.w2, in_order) else None
-    )
+    order = _row_order(_width(experts.w2), order_of(format_of(experts.w2), in_order=in_order))
     order = order.to(_data(experts.w13).device)
     own, count = experts.shared, len(_data(experts.w13))
     joined = own is not None and _is_alike(experts.w13, own.w13) and _is_alike(experts.w2, own.w2)
@@ -149,36 +145,38 @@ def unpack(packed: Packed) -> ExpertWeights:
 def placed(codes: torch.Tensor, *, back: bool = False) -> torch.Tensor:
     """uint8 [..., n]: each four bytes' eight codes with their bits where kernels expect them; back: where they were.
 
-    Of a word's two halves, the lower one and the higher make two columns (:func:`columns`).
+    Neighbours stand in the two halves of a word.
     """
     words = codes.contiguous().view(torch.int32)
     result = torch.zeros_like(words)
     for element in range(8):
-        column = element % 2 * 4 + element // 2
-        sign, *_, last = (place + column % 2 * 16 for place in PLACES[column // 2])
+        sign, *_, last = (place + element % 2 * 16 for place in PLACES[element // 2])
         for mask, given, place in ((1, 4 * element + 3, sign), (7, 4 * element, last)):
             start, end = (place, given) if back else (given, place)
             result |= ((words >> start) & mask) << end
     return result.view(torch.uint8)
 
 
-def padded(inner: int) -> int:
-    """Features that a row of hidden activations has."""
-    return -(-inner // _BLOCK) * _BLOCK
+def padded(size: int, order: str = "") -> int:
+    """Numbers that a row of activations has. order: a format in whose order (:func:`columns`) they stand, if any."""
+    block = len(columns(order)) if order else ALTERNATE.value * 8
+    return -(-size // block) * block
 
 
-def _row_order(inner: int, permutation: list[int] | None) -> torch.Tensor:
-    """int64 [2 * padded(inner)]: which of w13's rows stands where."""
-    feature = torch.arange(padded(inner))
-    if permutation is not None:
+def _row_order(inner: int, order: str) -> torch.Tensor:
+    """int64 [2 * padded(inner, order)]: which of w13's rows stands where."""
+    feature = torch.arange(padded(inner, order))
+    if order:
+        permutation = columns(order)
         feature = feature // len(permutation) * len(permutation) + torch.tensor(permutation)[feature % len(permutation)]
     gate = torch.where(feature < inner, feature, -1)
     up = torch.where(feature < inner, feature + inner, -1)
     return torch.stack([gate.view(-1, ALTERNATE.value), up.view(-1, ALTERNATE.value)], 1).flatten()
 
 
-def _is_permuted(weight: Weight, in_order: bool) -> bool:
-    return not in_order and format_of(weight) not in PLAIN_FORMATS
+def order_of(format: str, *, in_order: bool) -> str:
+    """In whose order a format's products take activations; empty: as they lie."""
+    return "" if in_order or format in PLAIN_FORMATS else format
 
 
 def _data(weight: Weight) -> torch.Tensor:

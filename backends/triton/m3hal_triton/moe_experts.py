@@ -118,6 +118,10 @@ class _Run:
         self._site, self._ladder, self._rounds = site, ladder, rounds
         self._is_wide = site.dtype == "float32"
         self.in_order = self._is_wide or rounds  # products walk K as it lies
+        self._shared_ladder = ladder
+        if site.shared_format not in ("", site.weight_format) and not self.in_order and ladder is not FIXED:
+            other = replace(site, weight_format=site.shared_format)
+            self._shared_ladder = ladder_of(other, rounds=False, is_nvidia=native(_device()))
         self._slots, self._experts = site.top_k_experts, site.num_local_experts
         formats = [site.weight_format] + ([site.shared_format] if site.shared_intermediate_size else [])
         self._stored = next((f for f in formats if f not in PLAIN_FORMATS), "")
@@ -162,17 +166,20 @@ class _Run:
 
     def _both_splits(self, pairs: int) -> tuple[int, int]:
         site, tuning = self._site, self._tuning(pairs)
-        inner = packing.padded(site.intermediate_size)
+        inner = self._padded(site.intermediate_size, site.weight_format)
         return (
             self._splits(pairs, tuning.up, 2 * inner, site.hidden_size),
             self._splits(pairs, tuning.down, site.hidden_size, site.intermediate_size),
         )
 
+    def _padded(self, size: int, format: str) -> int:
+        return packing.padded(size, packing.order_of(format, in_order=self.in_order))
+
     def room(self, tokens: int, joined: bool = False) -> Room:
         """What a call of so many tokens needs."""
         site, pairs, room = self._site, tokens * (self._slots + joined), Room()
         up, down = self._both_splits(pairs)
-        inner, width = packing.padded(site.intermediate_size), 4 if self._is_wide else 2
+        inner, width = self._padded(site.intermediate_size, site.weight_format), 4 if self._is_wide else 2
         room.add("numbers", 4 * (power_of_two_above(self._experts + joined) + 1))
         room.add("items", 16 * (min(self._experts + joined, pairs) + pairs // 8 + 1))
         room.add("order", 4 * pairs)
@@ -182,7 +189,8 @@ class _Run:
             tiles = -(-2 * inner // tuning.up.rows) * pairs + -(-site.hidden_size // tuning.down.rows)
             room.add("counters", 4 * tiles)
         if self._converts:
-            room.add("wide", 2 * tokens * packing.padded(site.hidden_size))
+            formats = (site.weight_format, site.shared_format or site.weight_format)
+            room.add("wide", 2 * tokens * max(self._padded(site.hidden_size, format) for format in formats))
             room.add("x_factor", 4 * tokens)
         if self._rounds:
             room.add("x_codes", tokens * site.hidden_size)
@@ -200,7 +208,8 @@ class _Run:
         if site.lora_rank:
             room.add("low", 4 * pairs * site.lora_rank)
         if site.shared_intermediate_size and not joined:
-            room.add("shared_hidden", width * tokens * packing.padded(site.shared_intermediate_size))
+            inner = self._padded(site.shared_intermediate_size, site.shared_format)
+            room.add("shared_hidden", width * tokens * inner)
             room.add("shared_parts", 4 * tokens * site.hidden_size)
         return room
 
@@ -430,7 +439,8 @@ class _Run:
         if experts.shared is None:
             return None
         tokens, format = len(batch.x), packing.format_of_matrix(experts.shared.w13, batch.x)
-        compute, tuning = self._compute(format), self._tuning(len(batch.x), 1)
+        compute = self._compute(format)
+        tuning = next(tuning for most, tuning in self._shared_ladder if len(batch.x) <= most)
         has_wide = compute == tl.float16
         if has_wide and _is_packed(format) != _is_packed(self._stored):
             self._convert(batch, memory, format)

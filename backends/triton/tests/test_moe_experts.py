@@ -166,7 +166,7 @@ def test_split_sums(format):
     """Few experts and a long K: products in parts, activated and summed afterwards."""
     site = _site("bfloat16", format, hidden_size=1024, intermediate_size=512)
     experts, given = _experts(format, hidden=1024, inner=512), _inputs(1, torch.bfloat16, 1024)
-    tile = Tile(128, 64, programs=4)
+    tile = Tile(128, 128, programs=4)
     kernel = module._kernel(site, ((float("inf"), Tuning(16, tile, tile)),))
     assert min(kernel.run._both_splits(4)) > 1
     out = _run(kernel, *given, kernel.prepare_weights(experts))
@@ -229,12 +229,12 @@ def test_items_of_every_width(format):
     assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
 
 
-@pytest.mark.parametrize(("format", "shared"), SHARED)
-def test_shared_expert(format, shared):
+@pytest.mark.parametrize(("format", "shared", "tokens"), [*((*both, 19) for both in SHARED), ("mxfp8", "nvfp4", 110)])
+def test_shared_expert(format, shared, tokens):
     """Every token's, with weight 1, in a format and of a size of its own; also where all routed pairs are absent."""
-    site = _site("bfloat16", format, shared_intermediate_size=160, shared_format=shared)
+    site = _site("bfloat16", format, tokens, shared_intermediate_size=160, shared_format=shared)
     experts = _experts(format, shared=_experts(shared, 1, inner=160, seed=9))
-    x, weights, ids = _inputs(19, torch.bfloat16)
+    x, weights, ids = _inputs(tokens, torch.bfloat16)
     ids[3] = -1
     kernel = moe_experts(site)
     packed = kernel.prepare_weights(experts)
