@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.engine
+#: each starts several engines; conformance/tests/test_bisect.py has the decisions, test_watching.py the shadow
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ZOO = Path(__file__).parents[2] / "conformance" / "zoo"
 PROMPT = "A sparse attention layer does not look at every token of the past. " * 30
-#: wrong backend -> where it is wrong first. The first runs always, the others with the slow tests.
+#: wrong backend -> where it is wrong first
 MUTANTS = {
     "zoo-block-scores-every-second-key": ("model.layers.1.self_attn", "block_scores"),
     "zoo-rms-norm-plain-weight": ("model.layers.0.input_layernorm", "rms_norm"),
@@ -34,10 +35,7 @@ def installed(mutant: str, folder: Path) -> str:
     return os.pathsep.join(filter(None, [str(folder), str(ZOO), os.environ.get("PYTHONPATH", "")]))
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [name if not number else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(MUTANTS)],
-)
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_backend_is_named(mutant: str, python: Any, checkpoint: Path, tmp_path: Path) -> None:
     """The first layer and operator, confirmed by swapping it; its capture fails again, here as in the bisection."""
     path = installed(mutant, tmp_path)
@@ -54,7 +52,6 @@ def test_a_wrong_backend_is_named(mutant: str, python: Any, checkpoint: Path, tm
     assert python(*again[:-1], "reference").returncode == 0
 
 
-@pytest.mark.slow
 def test_the_reference_is_acquitted(python: Any, checkpoint: Path, tmp_path: Path) -> None:
     """Exit code 0."""
     ask = ["-m", "m3hal", "bisect", checkpoint, PROMPT, "--backend", "reference", "--into", tmp_path / "into"]
