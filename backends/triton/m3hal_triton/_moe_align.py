@@ -77,7 +77,7 @@ def _itemise(
     SLOTS: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Counts all experts' pairs and writes the work items."""
-    CHUNK: tl.constexpr = 16 if EXPERTS > 512 else 8192 // EXPERTS
+    CHUNK: tl.constexpr = 16 if EXPERTS > 256 else 4096 // EXPERTS
     e = tl.arange(0, EXPERTS)
     found = tl.zeros((EXPERTS, CHUNK), tl.int32)
     following = expert_of(ids, id_strides, tl.arange(0, CHUNK), pairs, SLOTS, SHARED, "")
