@@ -57,7 +57,7 @@ _E4M3: Ladder = (
 )
 _E2M1_FEW = Tile(128, 128)
 _SPLIT_FEW = (0.1, Tuning(16, _SPLIT, _SPLIT))
-_E2M1_MANY = Tuning(256, Tile(128, 128, warps=8, stages=2), Tile(128, 128, warps=8, stages=2), extra=32)
+_E2M1_MANY = Tuning(128, Tile(128, 128, warps=8, stages=3), Tile(128, 128, warps=8, stages=3), extra=16)
 _E2M1: Ladder = (_SPLIT_FEW, (4, Tuning(16, _E2M1_FEW, _E2M1_FEW)), *_E4M3[1:-1], (_ALL, _E2M1_MANY))
 #: where ranks share the inner dimension: half as many rows, or half the depth, make more programs of what is left
 _SHARE = 1536
