@@ -28,15 +28,16 @@ def order_key(scores, forced, present):
 
 
 @triton.jit
-def place(key, wanted):
+def place(key, present, wanted):
     """Where each candidate of key [C, L, E] goes among the ``wanted`` chosen; -1 for one that is not chosen.
+
+    present: how many are not absent, at least ``wanted``.
 
     Candidate (c, l, e) is number (l * C + c) * E + e: l is a thread, which holds neighbours and counts them by itself.
     """
     high = tl.max(tl.max(tl.max(key, 2), 0), 0) + 1  # fewer than wanted reach it
-    least = tl.min(tl.min(tl.min(tl.where(key == ABSENT, NO_LIMIT, key), 2), 0), 0)
-    low = tl.minimum(least, high - 1)  # at least wanted reach it
-    reached = _count(key >= low)
+    low = tl.min(tl.min(tl.min(tl.where(key == ABSENT, NO_LIMIT, key), 2), 0), 0)  # all that are present reach it
+    reached = present
     while (reached > wanted) & (low < high - 1):
         middle = (low & high) + ((low ^ high) >> 1)
         count = _count(key >= middle)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import knobs
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = 1.4426950408889634
 #: fp32 products are IEEE products: an engine in fp32 is compared exactly, so TF32 is no option
@@ -67,6 +68,10 @@ class Tail(NamedTuple):
     start: int
 
 
+#: what a kernel takes for an array; a descriptor is for the unit that copies tiles
+Argument = torch.Tensor | Tail | TensorDescriptor | None
+
+
 class Settings:
     """A kernel's constants and launch options, made once; compared by identity."""
 
@@ -80,7 +85,7 @@ class Launch(NamedTuple):
 
     launcher: Launcher
     grid: tuple[int, int, int]
-    tensors: tuple[torch.Tensor | Tail | None, ...]
+    tensors: tuple[Argument, ...]
     numbers: tuple[Any, ...]
     settings: Settings
 
@@ -110,7 +115,7 @@ class Launcher:
     def __call__(
         self,
         grid: tuple[int, int, int],
-        tensors: tuple[torch.Tensor | Tail | None, ...],
+        tensors: tuple[Argument, ...],
         numbers: tuple[Any, ...],
         settings: Settings,
     ) -> Launch:
@@ -154,13 +159,16 @@ class Launcher:
         places = tuple((len(start) + place, 0 if free[place] else 15) for place in changing)
         return Again(run, device, [*start, *pointers, *launch.numbers, *constants], places)
 
-    def _addresses(self, tensors: tuple[torch.Tensor | Tail | None, ...]) -> tuple[list[int | None], bool]:
+    def _addresses(self, tensors: tuple[Argument, ...]) -> tuple[list[Any], bool]:
         """The addresses of tensors, and whether all that are specialised are multiples of 16."""
-        pointers: list[int | None] = []
+        pointers: list[Any] = []
         low, free = 0, self._free or self._free_of(len(tensors))
         for tensor, is_free in zip(tensors, free, strict=True):
             if tensor is None:
                 pointers.append(None)
+                continue
+            if type(tensor) is TensorDescriptor:
+                pointers.append(tensor)
                 continue
             if type(tensor) is Tail:
                 pointer = tensor.tensor.data_ptr() + tensor.start * tensor.tensor.element_size()
@@ -194,7 +202,12 @@ class Again:
         self._arguments = arguments
         self._places = places  # in the arguments, and which bits of an address must be 0
 
-    def __call__(self, *pointers: int | None) -> bool:
+    @property
+    def changing(self) -> int:
+        """How many addresses change."""
+        return len(self._places)
+
+    def __call__(self, *pointers: Any) -> bool:
         """Launches with these addresses in the changing places; False if it can't, and nothing was launched."""
         arguments, active, hooks = self._arguments.copy(), driver.active, knobs.runtime
         for (place, mask), pointer in zip(self._places, pointers, strict=True):

@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from m3hal.formats import PLAIN_FORMATS
 from m3hal.layouts import KVLayout, PagedCache
@@ -42,6 +43,20 @@ def keys(cache: PagedCache) -> Part:
 def values(cache: PagedCache) -> Part:
     """Of the cache's values; of the keys where it holds no values, as a stand-in that nothing reads."""
     return _of(cache)[-1]
+
+
+def rows(cache: PagedCache, count: int) -> TensorDescriptor:
+    """The keys of a cache of one head, a key a row, for the unit that copies tiles of ``count`` rows; kept, too.
+
+    A page's rows are neighbours, and pages a whole number of rows apart.
+    """
+    kept: TensorDescriptor | None = vars(cache).get("_triton_rows")
+    if kept is None or kept.block_shape[0] != count:
+        part, layout = keys(cache), cache.layout
+        last = (cache.buf.shape[0] - 1) * (part.page // part.token) + layout.page_size
+        kept = TensorDescriptor(cache.buf, [last, layout.dim], [part.token, 1], [count, layout.dim])
+        vars(cache)["_triton_rows"] = kept
+    return kept
 
 
 def _of(cache: PagedCache) -> tuple[Part, ...]:

@@ -17,6 +17,7 @@ from m3hal_triton._decode import as_queries, dims, factor, key_dims, load_keys, 
 _NUMBERS = ["token_low", "token_high", "blocks", "requests", "table_row", "table_slot"]
 _NUMBERS += ["score_token", "score_head", "score_block"]
 _ARRAYS = ["cu_q", "seq_lens", "block_table", "first_block", "shares", "scores"]
+_FEW = [*_ARRAYS, "rows"]
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _pages_of(start, until, table, table_step, PAGE: tl.constexpr, KEYS: tl.cons
     return page.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_FEW)
 def score_few(
     index_q,
     cache,
@@ -46,6 +47,7 @@ def score_few(
     first_block,
     shares,  # of a plan
     scores,
+    rows,  # a descriptor of the cache as rows of a key each, or None
     keys,  # _pages.Part
     blocks,  # that a row of scores has room for
     table_row,
@@ -66,6 +68,8 @@ def score_few(
     PRECISION: tl.constexpr,
     FIRST: tl.constexpr,  # let the next kernel be launched at the start, not the end
     EARLY: tl.constexpr,  # launched before the kernel ahead has ended
+    KNOWN: tl.constexpr,  # and after the plan is complete
+    TILES: tl.constexpr,  # rows are given, and copied by the unit for tiles
 ):
     """A share of all requests' blocks, by their real lengths; the plan says where each program's begins."""
     PACKED: tl.constexpr = FORMAT == "nvfp4" or FORMAT == "mxfp4"
@@ -74,12 +78,16 @@ def score_few(
     head = row % HEADS
     dim = dims(DIM, FORMAT)
     share = shares + tl.program_id(0) * 8
-    if EARLY:
+    if EARLY and not KNOWN:
         tl.extra.cuda.gdc_wait()
         if FIRST:
             tl.extra.cuda.gdc_launch_dependents()
     at, stop, request, base = tl.load(share), tl.load(share + 1), tl.load(share + 2), tl.load(share + 3)
     end, first, last, seq_len = tl.load(share + 4), tl.load(share + 5), tl.load(share + 6), tl.load(share + 7)
+    if EARLY and KNOWN:
+        tl.extra.cuda.gdc_wait()
+        if FIRST:
+            tl.extra.cuda.gdc_launch_dependents()
     while at < stop:
         until = tl.minimum(stop, end)
         table = block_table + request.to(tl.int64) * table_row
@@ -107,7 +115,10 @@ def score_few(
                 later = key + KEYS
                 page_after = _pages_of(start + KEYS, behind, table, table_slot, PAGE, KEYS)
                 following = load_scales(cache, keys, page_after, 0, later % PAGE, None, DIM, FORMAT, False)
-            tile = load_rows(cache, keys, page, 0, key % PAGE, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
+            if TILES:
+                tile = rows.load([(page * (keys.page // keys.token)).to(tl.int32) + start % PAGE, 0])
+            else:
+                tile = load_rows(cache, keys, page, 0, key % PAGE, None, scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
             dots = tl.dot(tile, queries, input_precision=PRECISION)
             dots = tl.where(key[:, None] <= position[None, :], dots, float("-inf"))
             here = tl.reduce(dots, 0, _larger)

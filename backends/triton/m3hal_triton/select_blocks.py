@@ -36,8 +36,8 @@ FEW_TOKENS = 8
 MIN_SHARE, MAX_SHARE = 4, 32
 #: programs that share a tile of queries at least, for those of early tiles have less to do
 MIN_SHARES = 4
-#: rows of scores up to which the kernel that chooses from them is launched while they are made
-FEW_ROWS = 8
+#: rows of scores up to which the kernel that chooses from them is launched while they are made, by groups and by warps
+FEW_ROWS, FEW_ROWS_BY_WARPS = 32, 8
 #: bytes of scores that prefill keeps before it chooses from them
 SCORE_BYTES = 128 << 20
 
@@ -162,14 +162,18 @@ class _Indexer:
             scores,
         )
         numbers = (_pages.keys(cache), blocks, *table.stride(), *strides, index_q.stride())
-        first = index_q.shape[0] * self._heads <= FEW_ROWS
-        launcher, settings = self._few_settings(cache, meta.max_q, first, early)
+        first = index_q.shape[0] * self._heads <= (FEW_ROWS_BY_WARPS if self.tuning.warps == 1 else FEW_ROWS)
+        launcher, settings = self._few_settings(cache, meta.max_q, first, early, bool(batch.calls))
+        if launcher is _few:
+            tensors = (*tensors, _pages.rows(cache, self._keys) if settings.constants["TILES"] else None)
         return launcher((shares.shape[0], 1, 1), tensors, numbers, settings)
 
-    def _few_settings(self, cache: PagedCache, max_q: int, first: bool, early: bool) -> tuple[Launcher, Settings]:
+    def _few_settings(
+        self, cache: PagedCache, max_q: int, first: bool, early: bool, known: bool
+    ) -> tuple[Launcher, Settings]:
         """The kernel and its constants for requests of up to ``max_q`` query tokens."""
         in_place, token = self._in_place(cache), _pages.keys(cache).token
-        key = power_of_two_above(max(max_q, 1)), in_place, token, first, early
+        key = power_of_two_above(max(max_q, 1)), in_place, token, first, early, known
         if key in self._settings:
             return self._settings[key]
         site, device, tuning = self._site, cache.buf.device, self.tuning
@@ -188,6 +192,9 @@ class _Indexer:
         else:
             tuning = DECODE.get(site.index_format, tuning) if tuning.warps == 1 else tuning
             constants |= {"DIM": site.index_dim, "KEYS": self._keys, "PRECISION": DOT_PRECISION}
+            part = _pages.keys(cache)
+            tiles = early and in_place and site.index_format == "bfloat16" and part.page % part.token == 0
+            constants |= {"KNOWN": known, "TILES": tiles and site.page_size % self._keys == 0}
             constants |= {"COMPUTE": compute_dtype(site.index_format, site.dtype)}
             made = _few, Settings(constants, num_warps=tuning.warps, num_stages=tuning.stages, **after(early))
         self._settings[key] = made
@@ -300,7 +307,7 @@ class _Select(_Indexer):
         workspace: torch.Tensor | None = None,
     ) -> torch.Tensor:
         kept = batch.calls.get(self)
-        if kept is not None and out is not None and _repeat(kept, index_q, index_cache, out, workspace):
+        if kept is not None and out is not None and _repeat(kept, index_q, index_cache, out, workspace, self._keys):
             return out
         site, meta = self._site, batch.meta
         if out is None:
@@ -317,8 +324,9 @@ class _Select(_Indexer):
             early = programmatic(index_q.device)
             score = self._few(index_q, index_cache, batch, scratch, blocks, strides, early)
             choice = launch_topk(site, scratch, blocks, strides, batch.position, site.block_size, out, early)
-            launches = score.again(0, 1), choice.again(2)
-            batch.keep(self, workspace, _key(index_q, index_cache, out), launches)
+            launches = score.again(*range(2), *range(8, len(score.tensors))), choice.again(2)
+            known = self in batch.calls  # else the next launch is another: the plan is complete then
+            batch.keep(self, workspace, _key(index_q, index_cache, out) if known else None, launches)
             return out
         at_once = scratch.numel() // (heads * blocks)
         for low in range(0, tokens, at_once):
@@ -335,10 +343,19 @@ def _key(index_q: torch.Tensor, index_cache: PagedCache, out: torch.Tensor) -> o
 
 
 def _repeat(
-    kept: Kept, index_q: torch.Tensor, index_cache: PagedCache, out: torch.Tensor, workspace: torch.Tensor | None
+    kept: Kept,
+    index_q: torch.Tensor,
+    index_cache: PagedCache,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+    keys: int,
 ) -> bool:
     """Launches as the last decode over this plan did, if only addresses differ."""
     if kept.workspace is not workspace or kept.key != _key(index_q, index_cache, out):
         return False
     score, choice = kept.launches
-    return score(index_q.data_ptr(), index_cache.buf.data_ptr()) and choice(out.data_ptr())
+    address = index_cache.buf.data_ptr()
+    if address & 15:
+        return False
+    rows = (_pages.rows(index_cache, keys),) if score.changing == 3 else ()
+    return score(index_q.data_ptr(), address, *rows) and choice(out.data_ptr())

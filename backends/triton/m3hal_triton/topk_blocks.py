@@ -11,7 +11,7 @@ import triton.language as tl
 from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton._choose import ABSENT, NO_LIMIT, order_key, place
-from m3hal_triton._launch import Launch, Launcher, Settings, after, power_of_two_above
+from m3hal_triton._launch import Launch, Launcher, Settings, after, converts, power_of_two_above
 
 #: scores that a warp ranks; a program is one row, and one warp needs no barrier
 SCORES_PER_WARP = 512
@@ -55,13 +55,13 @@ def launch_topk(
     if not out.numel():
         return None
     rule = (site.top_k_blocks, site.init_blocks, site.local_blocks)  # quicker to look up than a site
-    settings = _settings(rule, width, divisor, early)
+    settings = _settings(rule, width, divisor, converts(out.device), early)
     numbers = (visible.stride(0), width, strides, out.stride())
     return _launch((heads, tokens, 1), (scores, visible, out), numbers, settings)
 
 
 @cache
-def _settings(rule: tuple[int, int, int], width: int, divisor: int, early: bool) -> Settings:
+def _settings(rule: tuple[int, int, int], width: int, divisor: int, native: bool, early: bool) -> Settings:
     top_k, init, local = rule
     blocks = power_of_two_above(max(width, MIN_SCORES))
     warps = max(1, min(8, blocks // SCORES_PER_WARP))
@@ -74,6 +74,7 @@ def _settings(rule: tuple[int, int, int], width: int, divisor: int, early: bool)
         "BLOCKS": blocks,
         "WHOLE": blocks == width,
         "LANES": 32 * warps,
+        "NATIVE": native,
         "EARLY": early,
     }
     return Settings(constants, num_warps=warps, **after(early))
@@ -96,6 +97,7 @@ def _choose_row(
     BLOCKS: tl.constexpr,
     WHOLE: tl.constexpr,  # BLOCKS is blocks
     LANES: tl.constexpr,
+    NATIVE: tl.constexpr,  # an NVIDIA GPU
     EARLY: tl.constexpr,  # launched before the scores are complete, which what else it reads is
 ):
     EACH: tl.constexpr = 4 if BLOCKS >= 4 * LANES else BLOCKS // LANES
@@ -116,9 +118,16 @@ def _choose_row(
         tl.extra.cuda.gdc_launch_dependents()
     score = tl.load(at) if WHOLE else tl.load(at, mask=present, other=0.0)
     forced = present & ((block < INIT) | (block >= visible - LOCAL))
-    position = place(order_key(score, forced, present), tl.minimum(visible, TOPK))
+    position = place(order_key(score, forced, present), visible, tl.minimum(visible, TOPK))
     row = out + token * out_strides[0] + head * out_strides[1]
-    tl.store(row + position * out_strides[2], block, mask=position >= 0)
+    at = row + position * out_strides[2]
+    if NATIVE:  # a masked store of Triton's exchanges everything through shared memory first
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ge.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }", "=r,l,r,r",
+            [at, block, position], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(at, block, mask=position >= 0)
     slot = tl.arange(0, TOPK_PADDED)
     none = tl.full((TOPK_PADDED,), -1, tl.int32)
     tl.store(row + slot * out_strides[2], none, mask=(slot >= visible) & (slot < TOPK))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from m3hal_triton import _launch
 from m3hal_triton._launch import Launcher, Settings, Tail
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Function:
@@ -124,3 +125,13 @@ def test_again_refuses(function, monkeypatch):
 def test_again_is_none_for_what_triton_is_asked(function):
     """A tensor of an address that made a kernel of its own is never launched again without Triton."""
     assert Launcher(function)((3, 1, 1), (A[1:], B), (10, 1), SETTINGS).again(0) is None
+
+
+def test_a_descriptor_is_passed_as_it_is(function):
+    """A description of an array for the unit that copies tiles goes to the kernel whole, also when it changes."""
+    function.params[1].do_not_specialize_on_alignment = True
+    first, second = (TensorDescriptor(torch.zeros(8, 16), [8, 16], [16, 1], [4, 16]) for _ in range(2))
+    again = Launcher(function)((3, 1, 1), (A, first), (10, 1), SETTINGS).again(0, 1)
+    assert again(A.data_ptr(), second)
+    assert function.asked[0][1][1] is first
+    assert function.direct[0][10] is second
