@@ -107,6 +107,7 @@ def offsets(
 def scatter(
     block_ids,
     request_of,
+    position_of,
     seq_lens,
     first_block,
     block_table,
@@ -115,7 +116,8 @@ def scatter(
     items,
     ranks,
     order,
-    work,  # [pieces, max_items, 8]: first entry, entries, block and head, page, request, sequence length
+    work,  # [pieces, max_items, 8]: first entry, entries, block and head, page, request, its length, and what
+    # a token's number within the piece lacks of its position
     tokens,
     slots,
     piece,
@@ -160,6 +162,8 @@ def scatter(
     tl.store(record + 3, page, mask=leads)
     tl.store(record + 4, request, mask=leads)
     tl.store(record + 5, tl.load(seq_lens + request, mask=leads, other=0), mask=leads)
+    position = tl.load(position_of + token, mask=leads, other=0)
+    tl.store(record + 6, position - (token - first_token).to(tl.int32), mask=leads)
 
 
 @triton.jit
@@ -190,7 +194,6 @@ def attend_block(
     order,
     work,
     totals,
-    position_of,
     block_table,
     partial,
     partial_lse,
@@ -216,6 +219,7 @@ def attend_block(
     """One work item: the partial result of each entry, divided by its own sum, and its log2 sum of exponentials.
 
     A program keeps the whole block when KEYS is BLOCK; otherwise it walks the block once for each tile of queries.
+    Partial results lie [token, kv head, slot, query head of the group]: an entry's are neighbours.
     """
     item = tl.program_id(0)
     if item >= tl.load(totals):
@@ -226,7 +230,9 @@ def attend_block(
     page_of = tl.load(work + item * 8 + 3)
     request = tl.load(work + item * 8 + 4)
     seq_len = tl.load(work + item * 8 + 5)
+    shift = tl.load(work + item * 8 + 6)  # position of the piece's first token, were it this request's
     block, group = which // GROUPS, which % GROUPS
+    edge = shift < (block + 1) * BLOCK - 1  # whether a token of the piece may lie within the block
     QUERIES: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
@@ -247,23 +253,23 @@ def attend_block(
     entry_next = tl.load(order + start + of_tile, mask=real & (of_tile < n), other=0)
     token_next = (first_token + entry_next // IDS).to(tl.int64)
     live_next = real & (of_tile < n)
-    position_next = tl.load(position_of + token_next, mask=live_next, other=-1)
     at_q = q + token_next[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
     queries_next = tl.load(at_q, mask=live_next[:, None], other=0.0)
     entry_after = tl.load(order + start + QUERIES + of_tile, mask=real & (QUERIES + of_tile < n), other=0)
     for done in tl.range(0, n, QUERIES, num_stages=1):
-        entry, live, position, queries = entry_next, live_next, position_next, queries_next
+        entry, live, queries = entry_next, live_next, queries_next
+        if whole:
+            scores = tl.dot(queries, k_tile, input_precision=PRECISION)
         entry_next = entry_after
         live_next = real & (done + QUERIES + of_tile < n)
         token_next = (first_token + entry_next // IDS).to(tl.int64)
-        position_next = tl.load(position_of + token_next, mask=live_next, other=-1)
         at_q = q + token_next[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
         queries_next = tl.load(at_q, mask=live_next[:, None], other=0.0)
         far = done + 2 * QUERIES + of_tile
         entry_after = tl.load(order + start + far, mask=real & (far < n), other=0)
         if whole:
-            scores = tl.dot(queries, k_tile, input_precision=PRECISION)
-            scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+            if edge:
+                scores = tl.where(key[None, :] <= (entry // IDS + shift)[:, None], scores, float("-inf"))
             top = tl.maximum(tl.max(scores, 1) * scale, -1e38)
             weights = tl.exp2(scores * scale - top[:, None])
             total = tl.sum(weights, 1)
@@ -281,9 +287,9 @@ def attend_block(
                     cache, keys, values, pages, group, part % PAGE, there, DIM, KEYS, FORMAT, COMPUTE, NATIVE
                 )
                 scores = tl.dot(queries, some_keys, input_precision=PRECISION) * scale
-                scores = tl.where(part[None, :] <= position[:, None], scores, float("-inf"))
+                scores = tl.where(part[None, :] <= (entry // IDS + shift)[:, None], scores, float("-inf"))
                 top, total, acc = accumulate(scores, some_values, top, total, acc, COMPUTE, PRECISION)
-        out_row = (entry // IDS).to(tl.int64) * (HEADS * IDS) + head * IDS + entry % IDS
+        out_row = ((entry // IDS * GROUPS + group) * IDS + entry % IDS) * GROUP + row % GROUP
         to = partial + out_row[:, None] * DIM + dim[None, :]
         result = acc * (value_factor / total)[:, None]
         tl.store(to, result.to(partial.dtype.element_ty), mask=live[:, None])
@@ -321,7 +327,7 @@ def merge(
         return  # written where the blocks were walked
     for which in tl.static_range(HEADS_AT_ONCE):
         head = first_head + which
-        row = (local * HEADS + head) * IDS + slot
+        row = ((local * GROUPS + head // GROUP) * IDS + slot) * GROUP + head % GROUP
         base2 = tl.load(partial_lse + row, mask=rank >= 0, other=float("-inf"))
         part = tl.load(partial + row[:, None] * DIM + dim[None, :], mask=(rank >= 0)[:, None], other=0.0)
         top = tl.max(base2, 0)

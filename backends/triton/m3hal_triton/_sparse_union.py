@@ -245,7 +245,7 @@ class Tuning:
 
 
 #: found on an H200, by cache format
-WALKS = {"bfloat16": Tuning(), "fp8_e4m3": Tuning(price=17)}
+WALKS = {"bfloat16": Tuning(), "fp8_e4m3": Tuning(price=19)}
 #: query tokens of a unit
 TILE = 8
 #: blocks of a union, at most
