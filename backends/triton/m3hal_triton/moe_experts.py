@@ -20,6 +20,7 @@ from m3hal_triton import _moe_combine as ends
 from m3hal_triton import _moe_few as few
 from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_lora as low_rank
+from m3hal_triton import _moe_many as many
 from m3hal_triton import _moe_weights as packing
 from m3hal_triton._launch import (
     DOT_PRECISION,
@@ -384,7 +385,7 @@ class _Run:
             more = {"BT": few.COLUMNS}
         else:
             more = {"BX": batch.tuning.extra, "BT": batch.tuning.tokens, "SORTED": batch.order is not None}
-            more["MASKED"] = batch.tuning.tokens <= MASKED
+            more["MASKED"] = batch.tuning.tokens <= MASKED or batch.tuning.tokens >= WIDE
         return {
             "BN": tile.rows,
             "BK": tile.depth,
@@ -426,6 +427,9 @@ class _Run:
             )  # fmt: skip
 
     def _down(self, batch: _Batch, matrix: Matrix) -> None:
+        if many.takes(batch, matrix):
+            many.multiply(batch, matrix, self._raise)
+            return
         tile, splits = batch.tuning.down, batch.splits[1]
         gemm.down[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
             batch.hidden, batch.hidden_factor, matrix.arguments(self._rounds), batch.items, batch.total, batch.parts,
