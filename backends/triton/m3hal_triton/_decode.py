@@ -171,6 +171,15 @@ def natural(tile, DIM: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def packed(tile, DIM: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+    """A tile [ROWS, DIM] with its columns in the order of :func:`dims`: what :func:`natural` undoes."""
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        words = tl.permute(tl.reshape(tile, (ROWS, DIM // 8, 4, 2)), (0, 1, 3, 2))
+        tile = tl.reshape(words, (ROWS, DIM))
+    return tile
+
+
+@triton.jit
 def as_queries(q, COMPUTE: tl.constexpr, AXIS: tl.constexpr):
     """Queries in the dtype of the products, and the fp32 factor of each, a vector along the axis that is not AXIS.
 

@@ -20,10 +20,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._decode import LIFT
-
 #: elements of a head
 DIM = tl.constexpr(128)
+
+
+@triton.jit
+def factor(global_scale, FORMAT: tl.constexpr):
+    """fp32: operands times this are the stored numbers. NVFP4's are 2**-6 of those, which is exact in fp16."""
+    value = 64.0 if FORMAT == "nvfp4" else 1.0
+    if global_scale is not None:
+        value = value * tl.load(global_scale)
+    return value
 
 
 @triton.jit
@@ -88,12 +95,51 @@ def load_key_scales(
 
 
 @triton.jit
+def key_words(base, there, SKIP: tl.constexpr, TOKEN: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr):
+    """:func:`load_keys` of NVFP4. base: where the codes of the step's first key are.
+
+    SKIP: nothing is read unless ``there`` is 1, which costs an instruction a register.
+    """
+    rep = tl.arange(0, KEYS // 8)[:, None, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None, None]
+    lane = tl.arange(0, 8)[None, None, :, None]
+    word = tl.arange(0, 16)[None, None, None, :]
+    # a lane's address first, then what is the same for all lanes: an immediate of the load
+    at = base + ((group * KEYS + lane % 2 * 4 + lane // 2) * TOKEN + word * 4)
+    at = at + (rep * (8 * TOKEN)).to(tl.int64)
+    at = tl.multiple_of(tl.max_contiguous(at.to(tl.pointer_type(tl.int32)), [1, 2, 4, 8]), [1, 1, 1, 16])
+    if SKIP:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
+        words = tl.load(at, mask=(rep + group + lane + word) * 0 + there > 0)
+    else:
+        words = tl.load(at)
+    return words
+
+
+@triton.jit
+def key_scales(base, there, SKIP: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr):
+    """The two scales of a lane's words of :func:`key_words`, as int16. base: where those of the first key are."""
+    rep = tl.arange(0, KEYS // 8)[:, None, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None, None]
+    lane = tl.arange(0, 8)[None, None, :, None]
+    quarter = tl.arange(0, 4)[None, None, None, :]
+    at = base + ((group * KEYS + lane % 2 * 4 + lane // 2) * 8 + quarter * 2)
+    at = (at + (rep * 64).to(tl.int64)).to(tl.pointer_type(tl.int16))
+    at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4, 8]), [1, 1, 1, 2])
+    if SKIP:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
+        scales = tl.load(at, mask=(rep + group + lane + quarter) * 0 + there > 0)
+    else:
+        scales = tl.load(at)
+    return scales
+
+
+@triton.jit
 def as_keys(words, scales, GROUPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """fp16 [GROUPS, 128, KEYS] of what :func:`load_keys` and :func:`load_key_scales` returned."""
     REPS: tl.constexpr = KEYS // 8
     if FORMAT == "nvfp4":
         # a lane's four words are two of sixteen codes, each with its scale
-        low, high = _twice(scales, 0, NATIVE), _twice(scales, 8, NATIVE)
+        pair = _pair(scales.to(tl.int32) & 0xFFFF, NATIVE)
+        low, high = _both(pair, 0, NATIVE), _both(pair, 1, NATIVE)
         step = tl.permute(tl.join(tl.join(low, low), tl.join(high, high)), (0, 1, 2, 3, 5, 4))
         step = tl.reshape(step, (REPS, GROUPS, 8, 16))
         tile = _codes_of_keys(words, step, REPS, GROUPS, NATIVE)  # [REPS, GROUPS, 8, 16, 8]
@@ -109,10 +155,10 @@ def as_keys(words, scales, GROUPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.
 @triton.jit
 def load_values(
     cache, part, page, head, offset, until, second: tl.constexpr,
-    TOKEN: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
+    TOKEN: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """int32 words of the first, or the second, token of each pair; zeros for tokens of the step from ``until`` on."""
-    WORDS: tl.constexpr = 2 if FORMAT == "nvfp4" else 4  # of a lane, for a token
+    """FP8: int32 words of the first, or the second, token of each pair; zeros for tokens from ``until`` on."""
+    WORDS: tl.constexpr = 4  # of a lane, for a token
     rep = tl.arange(0, KEYS // 8)[:, None, None, None, None]
     group = tl.arange(0, GROUPS)[None, :, None, None, None]
     block = tl.arange(0, 8)[None, None, :, None, None]
@@ -127,22 +173,50 @@ def load_values(
 
 
 @triton.jit
-def load_value_scales(
-    cache, part, page, head, offset, until, second: tl.constexpr,
-    GROUPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
+def value_words(
+    base, there, second: tl.constexpr, SKIP: tl.constexpr, TOKEN: tl.constexpr, GROUPS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """uint8, the scale of a lane's words of :func:`load_values`."""
-    scales = 0
-    if FORMAT == "nvfp4":
-        rep = tl.arange(0, KEYS // 8)[:, None, None, None]
-        group = tl.arange(0, GROUPS)[None, :, None, None]
-        block = tl.arange(0, 8)[None, None, :, None]
-        lane = tl.arange(0, 4)[None, None, None, :]
-        key = group * KEYS + rep * 8 + second * 4 + lane
-        base = cache + (page * part.page + head * part.scale_head + part.scales + offset * 8)
-        at = tl.max_contiguous(base + (key // 4 * 32 + block * 4 + key % 4), [1, 2, 4, 8])
-        at = tl.multiple_of(at, [1, 1, 1, 1])
-        scales = tl.load(at, mask=key + block * 0 < until, other=0)
+    """NVFP4: int32 words of the first, or the second, token of each pair. Codes have no NaN, so none is masked."""
+    rep = tl.arange(0, KEYS // 8)[:, None, None, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None, None, None]
+    block = tl.arange(0, 8)[None, None, :, None, None]
+    lane = tl.arange(0, 4)[None, None, None, :, None]
+    word = tl.arange(0, 2)[None, None, None, None, :]
+    at = base + ((group * KEYS + lane) * TOKEN + (block * 2 + word) * 4)
+    at = at + ((rep * 8 + second * 4) * TOKEN).to(tl.int64)
+    at = tl.max_contiguous(at.to(tl.pointer_type(tl.int32)), [1, 2, 4, 8, 16])
+    at = tl.multiple_of(at, [1, 1, 1, 1, 8])
+    if SKIP:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
+        words = tl.load(at, mask=(rep + group + block + lane + word) * 0 + there > 0)
+    else:
+        words = tl.load(at)
+    return words
+
+
+@triton.jit
+def value_scales(
+    base, until, second: tl.constexpr, MASKED: tl.constexpr, SKIP: tl.constexpr, GROUPS: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """uint8, the scale of a lane's words of :func:`value_words`; MASKED: zeros for tokens from ``until`` on.
+
+    Otherwise until is only asked whether there are any, if SKIP.
+    """
+    rep = tl.arange(0, KEYS // 8)[:, None, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None, None]
+    block = tl.arange(0, 8)[None, None, :, None]
+    lane = tl.arange(0, 4)[None, None, None, :]
+    key = group * KEYS + rep * 8 + second * 4 + lane + block * 0
+    at = base + (group * (KEYS * 8) + block * 4 + lane)
+    at = tl.max_contiguous(at + (rep * 64 + second * 32).to(tl.int64), [1, 2, 4, 8])
+    at = tl.multiple_of(at, [1, 1, 1, 1])
+    if MASKED:
+        scales = tl.load(at, mask=key < until, other=0)
+    elif SKIP:
+        scales = tl.load(at, mask=key * 0 + until > 0)
+    else:
+        scales = tl.load(at)
     return scales
 
 
@@ -201,19 +275,23 @@ def _times(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _twice(scales, SHIFT: tl.constexpr, NATIVE: tl.constexpr):
-    """int32, twice the fp16 number of one E4M3 scale of two, times LIFT."""
-    one = (scales.to(tl.int32) >> SHIFT) & 255
-    return _pair(one | (one << 8), NATIVE)
+def _both(pair, HALF: tl.constexpr, NATIVE: tl.constexpr):
+    """int32, one of two fp16 numbers twice."""
+    if NATIVE:
+        SELECTOR: tl.constexpr = "prmt.b32 $0, $1, $1, 0x3232;" if HALF else "prmt.b32 $0, $1, $1, 0x1010;"
+        both = tl.inline_asm_elementwise(SELECTOR, "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        one = (pair >> (16 * HALF)) & 0xFFFF
+        both = one | (one << 16)
+    return both
 
 
 @triton.jit
 def _pair(both, NATIVE: tl.constexpr):
-    """int32, the fp16 numbers of two E4M3 scales in 16 bits, times LIFT."""
+    """int32, the fp16 numbers of two E4M3 scales in 16 bits."""
     if NATIVE:
         pair = tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; .reg .b32 l; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, a; mov.b32 l, 0x58005800;"
-            " mul.f16x2 $0, $0, l; }",
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, a; }",
             "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
@@ -223,8 +301,8 @@ def _pair(both, NATIVE: tl.constexpr):
 
 @triton.jit
 def _scale_bits(code):
-    lifted = (code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16) * LIFT).to(tl.float16)
-    return lifted.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    scale = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit

@@ -194,7 +194,7 @@ def score_few_by_warps(
         at_q = index_q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
         queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), tl.float16, 1)
         queries = queries[None, :, :]
-        q_factor = q_factor * factor(None, FORMAT)
+        q_factor = q_factor * operands.factor(None, FORMAT)
         target = scores + token * score_token + head * score_head
         for block in range(low, high):
             later = (block + 1) * BLOCK

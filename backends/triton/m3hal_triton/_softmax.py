@@ -110,6 +110,7 @@ def merge_splits(
     SPLITS: tl.constexpr,
     LSE: tl.constexpr,
     EARLY: tl.constexpr,  # launched before the kernel that it waits for has ended, and lets the next one be too
+    LOOSE: tl.constexpr = True,  # a token without a request has no parts
 ):
     """One row of the result: a token's head, over its splits. A token without a request gets zeros."""
     token = tl.program_id(0).to(tl.int64)
@@ -120,9 +121,13 @@ def merge_splits(
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    real = tl.load(request_of + token) + split * 0 >= 0
-    base2 = tl.load(partial_lse + part, mask=real, other=float("-inf"))
-    values = tl.load(partial + part[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0)
+    if LOOSE:
+        real = tl.load(request_of + token) + split * 0 >= 0
+        base2 = tl.load(partial_lse + part, mask=real, other=float("-inf"))
+        values = tl.load(partial + part[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0)
+    else:
+        base2 = tl.load(partial_lse + part)
+        values = tl.load(partial + part[:, None] * DIM + dim[None, :])
     top = tl.max(base2, 0)
     weight = tl.exp2(base2 - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weight, 0)

@@ -11,7 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._decode import as_queries, dims, factor, key_dims, load_keys, load_rows, load_scales
+from m3hal_triton._decode import (
+    as_queries,
+    dims,
+    factor,
+    key_dims,
+    load_keys,
+    load_rows,
+    load_scales,
+    natural,
+    packed,
+)
 from m3hal_triton._softmax import accumulate, clear_loose, finish
 
 #: arguments whose values and addresses make no other kernel
@@ -143,8 +153,13 @@ def attend(
     pages = ids
     if PAGE >= BLOCK:
         pages = tl.load(table + (ids * BLOCK // PAGE) * table_slot, mask=keep, other=0)
-    at_q = q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + q_dim[None, :] * q_strides[2]
-    queries, q_factor = as_queries(tl.load(at_q, mask=live[:, None], other=0.0), COMPUTE, 1)
+    # many rows: in the order of the elements, 16 bytes at a time, and brought to the products' here
+    order = q_dim if SMALL else tl.arange(0, DIM)
+    at_q = q + token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + order[None, :] * q_strides[2]
+    numbers = tl.load(at_q, mask=live[:, None], other=0.0)
+    if not SMALL:
+        numbers = packed(numbers, DIM, ROWS, FORMAT)
+    queries, q_factor = as_queries(numbers, COMPUTE, 1)
     score_factor = q_factor * (scale * factor(k_scale, FORMAT))
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -177,6 +192,8 @@ def attend(
         scores = tl.where(visible, scores, float("-inf"))
         v_tile = load_rows(cache, values, page, group, offset, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
         top, total, acc = accumulate(scores, v_tile, top, total, acc, COMPUTE, PRECISION)
+    if not SMALL:
+        acc, dim = natural(acc, DIM, ROWS, FORMAT), tl.arange(0, DIM)
     finish(
         top, total, acc, factor(v_scale, FORMAT), token, head, dim, live, split, partial, partial_lse, out, lse,
         tl.num_programs(1) * GROUP, out_strides, lse_token, lse_head, DIM, SPLITS, LSE,

@@ -252,6 +252,7 @@ MANIFEST = Manifest(
                 "_softmax.py",
                 "_sparse_decode.py",
                 "_sparse_by_warps.py",
+                "_sparse_by_warps_fp8.py",
                 "_operands.py",
                 "_sparse_prefill.py",
                 "_sparse_union.py",

@@ -46,6 +46,7 @@ KERNELS = {
     "attend": "any",
     "attend_block": "wide",
     "attend_by_warps": "any",
+    "attend_fp8_by_warps": "any",
     "attend_dense": "any",
     "attend_union": "wide",
     "score_few": "any",
@@ -64,7 +65,7 @@ KERNELS = {
 SPILLS: dict[tuple[str, str], dict[str, int]] = {
     ("attend", "sparse verify fp8"): {"sm_90": 48, "sm_100": 240, "sm_103": 240},
     ("attend", "sparse verify nvfp4"): {"sm_100": 344, "sm_103": 344},
-    ("attend_by_warps", "sparse decode 1 fp8"): {"sm_90": 8},
+    ("attend_fp8_by_warps", "sparse decode 1 fp8"): {"sm_90": 8},
     # registers for two programs a multiprocessor, which is what makes it quick; inside the loop few are touched
     ("attend_union", "sparse prefill bf16"): {"sm_90": 184},
     ("attend_union", "sparse prefill fp8"): {"sm_90": 176},
