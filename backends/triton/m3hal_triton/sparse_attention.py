@@ -35,6 +35,7 @@ from m3hal_triton._launch import (
 from m3hal_triton._plan import BatchPlan, Kept, plan_batch, plan_bytes
 from m3hal_triton._softmax import merge_splits
 from m3hal_triton._sparse_by_warps import ROWS, attend_by_warps
+from m3hal_triton._sparse_by_warps_fp8 import attend_fp8_by_warps
 from m3hal_triton._sparse_decode import attend
 
 #: query tokens of a request up to which it is decoded or verified, not prefilled
@@ -47,6 +48,8 @@ MAX_SPLIT_PROGRAMS = 1024
 MAX_SPLITS = 32
 #: splits of a decode by warps up to which its last program merges them, in place of a launch
 MERGE_SPLITS = 8
+#: of a warp: integers that fill them are summed by one instruction
+LANES = 32
 #: rows of the matrix unit's smallest tile
 MIN_ROWS = 16
 #: bytes of a prefill's workspace
@@ -90,7 +93,8 @@ BY_WARPS = {"fp8_e4m3": Decode(keys=128), "nvfp4": Decode(keys=128)}
 NARROW = Decode(keys=16, warps=8, stages=2)
 PREFILL = Prefill()
 
-_attend, _attend_by_warps, _merge_splits = Launcher(attend), Launcher(attend_by_warps), Launcher(merge_splits)
+_attend, _merge_splits = Launcher(attend), Launcher(merge_splits)
+_attend_by_warps = {"fp8_e4m3": Launcher(attend_fp8_by_warps), "nvfp4": Launcher(attend_by_warps)}
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -233,7 +237,7 @@ class _Run:
         made = _attend((splits, site.num_kv_heads, tiles), tensors, numbers, settings)
         launches = [made.again(0, 1, 2, 3, 4, 12, 13)]
         if splits > 1:
-            launches.append(self._merge(splits, words, batch, output, lse, early))
+            launches.append(self._merge(splits, tile > 1, words, batch, output, lse, early))
         batch.keep(self, workspace, _key(q, kv, block_ids, output, lse), launches)
 
     def _decode_settings(
@@ -247,7 +251,7 @@ class _Run:
                 "QT": tile,
                 "DIM": site.head_dim,
                 "IDS": ids,
-                "IDS_PADDED": power_of_two_above(ids),
+                "IDS_PADDED": power_of_two_above(max(ids, LANES) if tile == 1 else ids),
                 "BLOCK": site.block_size,
                 "PAGE": site.page_size,
                 "KEYS": tuning.keys,
@@ -266,11 +270,11 @@ class _Run:
     def _by_warps(self, kv: PagedCache) -> bool:
         """Whether one query token a request is served by :func:`attend_by_warps`, which loads 16 bytes at a time."""
         site, tuning = self._site, BY_WARPS.get(self._site.kv_format)
-        if tuning is None or site.block_size % tuning.keys or site.page_size % site.block_size:
+        if tuning is None or site.block_size != tuning.keys or site.page_size % site.block_size:
             return False
         if site.dtype != "bfloat16" or site.head_dim != 128 or self._group > ROWS.value:
             return False
-        if not (native(kv.buf.device, site.head_dim, site.dtype) or _attend_by_warps.interpreted):
+        if not (native(kv.buf.device, site.head_dim, site.dtype) or _attend.interpreted):
             return False
         part = _pages.keys(kv)
         return part.column == 1 and (kv.buf.data_ptr() | part.codes | part.page | part.head | part.token) % 16 == 0
@@ -312,10 +316,10 @@ class _Run:
         )
         merge = 1 < splits <= MERGE_SPLITS
         settings = self._warps_settings(splits, merge, keys.token, block_ids.shape[2], q.device, early)
-        made = _attend_by_warps((splits, site.num_kv_heads, tokens), tensors, numbers, settings)
+        made = _attend_by_warps[site.kv_format]((splits, site.num_kv_heads, tokens), tensors, numbers, settings)
         launches = [made.again(0, 1, 2, 3, 4, 10, 11)]
         if splits > 1 and not merge:
-            launches.append(self._merge(splits, words, batch, output, lse, early))
+            launches.append(self._merge(splits, False, words, batch, output, lse, early))
         batch.keep(self, workspace, _key(q, kv, block_ids, output, lse), launches)
 
     def _warps_settings(
@@ -327,13 +331,12 @@ class _Run:
             constants = {
                 "GROUP": self._group,
                 "IDS": ids,
-                "IDS_PADDED": power_of_two_above(ids),
+                "IDS_PADDED": power_of_two_above(max(ids, LANES)),
                 "BLOCK": site.block_size,
                 "PAGE": site.page_size,
                 "SPLITS": splits,
                 "MERGE": merge,
                 "WARPS": tuning.warps,
-                "STEP": tuning.keys,
                 "TOKEN": token,
                 "LSE": site.return_lse,
                 "FORMAT": site.kv_format,
@@ -349,11 +352,11 @@ class _Run:
             self._scratch = workspace, workspace.view(torch.float32)
         return self._scratch[1]
 
-    def _merge(self, splits, words, batch, output, lse, early) -> Again | None:  # type: ignore[no-untyped-def]
+    def _merge(self, splits, loose, words, batch, output, lse, early) -> Again | None:  # type: ignore[no-untyped-def]
         site, heads = self._site, self._site.num_q_heads
-        key = "merge", splits, early
+        key = "merge", splits, loose, early
         if key not in self._settings:
-            constants = {"DIM": site.head_dim, "SPLITS": splits, "LSE": site.return_lse, "EARLY": early}
+            constants = {"DIM": site.head_dim, "SPLITS": splits, "LSE": site.return_lse, "EARLY": early, "LOOSE": loose}
             self._settings[key] = Settings(constants, num_warps=1, **after(early))
         parts = Tail(words, output.shape[0] * heads * splits * site.head_dim)
         numbers = (heads, output.stride(), *lse.stride()[:2])
