@@ -162,8 +162,12 @@ class _Run:
         return max(min(target // programs, -(-size // tile.depth) // 2, MAX_SPLITS), 1)
 
     def _halves(self, pairs: int) -> bool:
-        """Whether w2's outputs wait for their sum in fp16: where they are so many that they come from memory."""
-        return not self._is_wide and not self._site.lora_rank and self._tuning(pairs).tokens >= WIDE
+        """Whether w2's outputs wait for their sum in fp16: where they are so many that they come from memory.
+
+        Blackwell's sums lie in memory of their own, and what finds the largest of them would spill registers.
+        """
+        is_plain = not self._is_wide and not self._site.lora_rank and self._tuning(pairs).tokens >= WIDE
+        return is_plain and (is_hopper(_device()) or not native(_device()))
 
     def _both_splits(self, pairs: int) -> tuple[int, int]:
         site, tuning = self._site, self._tuning(pairs)
