@@ -48,7 +48,7 @@ MAX_SPLIT_PROGRAMS = 1024
 MAX_SPLITS = 32
 #: splits of a decode by warps up to which its last program merges them, in place of a launch
 MERGE_SPLITS = 8
-#: of a warp: integers that fill them are summed by one instruction
+#: of a warp: integers that fill them are summed by one instruction, which an FP8 decode in parts is slower with
 LANES = 32
 #: rows of the matrix unit's smallest tile
 MIN_ROWS = 16
@@ -331,7 +331,7 @@ class _Run:
             constants = {
                 "GROUP": self._group,
                 "IDS": ids,
-                "IDS_PADDED": power_of_two_above(max(ids, LANES)),
+                "IDS_PADDED": power_of_two_above(max(ids, LANES) if site.kv_format == "nvfp4" else ids),
                 "BLOCK": site.block_size,
                 "PAGE": site.page_size,
                 "SPLITS": splits,
