@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 #: pairs up to which one kernel sorts them: each program looks at all of them
-AT_ONCE = 1024
+AT_ONCE = 2048
 #: pairs of a program, then and beyond
 MINE, PAIRS = 32, 256
 _ARRAYS = ["ids", "order", "items", "total", "positions", "counts", "x_factor"]
@@ -77,15 +77,11 @@ def _itemise(
     SLOTS: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Counts all experts' pairs and writes the work items."""
-    CHUNK: tl.constexpr = 16 if EXPERTS > 256 else 4096 // EXPERTS
     e = tl.arange(0, EXPERTS)
-    found = tl.zeros((EXPERTS, CHUNK), tl.int32)
-    following = expert_of(ids, id_strides, tl.arange(0, CHUNK), pairs, SLOTS, SHARED, "")
-    for low in range(0, pairs, CHUNK):
-        theirs = following[None, :]
-        following = expert_of(ids, id_strides, low + CHUNK + tl.arange(0, CHUNK), pairs, SLOTS, SHARED, "")
-        found += (theirs == e[:, None]).to(tl.int32)
-    counts = tl.sum(found, 1)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for low in range(0, pairs, 512):
+        mine = expert_of(ids, id_strides, low + tl.arange(0, 512), pairs, SLOTS, SHARED, "")
+        counts += tl.histogram(tl.maximum(mine, 0), EXPERTS, mask=mine >= 0)
     _items(items, total, counts, tl.cumsum(counts, 0) - counts, e, MOST)
 
 
@@ -159,7 +155,7 @@ def begin(
         elif program == sorters - 1:
             _itemise(ids, id_strides, items, total, pairs, SLOTS, SHARED, EXPERTS, MOST)
         else:
-            _place(ids, id_strides, order, positions, program, pairs, SLOTS, SHARED, MINE, 64)
+            _place(ids, id_strides, order, positions, program, pairs, SLOTS, SHARED, MINE, 256)
     elif wide is not None:
         convert(x, x_strides, wide, x_factor, program - sorters, size, padded, WIDE, FOUR_BIT)
 
