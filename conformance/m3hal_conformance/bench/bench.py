@@ -127,10 +127,11 @@ class Bench:
             raise Unsupported("; ".join(told) or f"{self.runner.backend} does not implement {operator}")
         return made.bind(operator, site.kind)
 
-    def exact(self, operator: str, site: Site, *inputs: Any) -> Any:
-        """The definition's outputs; it computes in fp64 where its first input is fp64."""
+    def exact(self, operator: str, site: Site, *inputs: Any, require: tuple[str, ...] = ()) -> Any:
+        """The definition's outputs, with the traits that a plan was asked for; in fp64 where its first input is."""
         definition = ops.load(operator)
-        return definition.reference(*inputs, **definition.static_values(site))
+        traits = {"traits": dict(pair.split("=") for pair in require)} if require else {}
+        return definition.reference(*inputs, **definition.static_values(site), **traits)
 
     def cache(self, format: str, pages: int, heads: int, has_values: bool) -> PagedCache:
         """Random contents, kept until another kind is asked for; global scales of 1 where the format has them."""

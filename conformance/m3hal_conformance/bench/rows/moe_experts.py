@@ -62,7 +62,9 @@ def _experts(
 
     def off() -> float:
         x, weights, ids = (value[chosen] for value in given[0])
-        return relative(out[chosen], bench.exact("moe_experts", site, x.double(), weights, ids, experts))
+        return relative(
+            out[chosen], bench.exact("moe_experts", site, x.double(), weights, ids, experts, require=require)
+        )
 
     hit = sum(len(set(ids.flatten().tolist())) for _, _, ids in given) / len(given)
     size = hit / site.num_local_experts * nbytes(experts) + 4 * tokens * site.hidden_size
