@@ -20,7 +20,6 @@ from m3hal_triton import _moe_combine as ends
 from m3hal_triton import _moe_few as few
 from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_lora as low_rank
-from m3hal_triton import _moe_many as many
 from m3hal_triton import _moe_weights as packing
 from m3hal_triton._launch import (
     DOT_PRECISION,
@@ -431,9 +430,6 @@ class _Run:
             )  # fmt: skip
 
     def _down(self, batch: _Batch, matrix: Matrix) -> None:
-        if many.takes(batch, matrix):
-            many.multiply(batch, matrix, self._raise)
-            return
         tile, splits = batch.tuning.down, batch.splits[1]
         gemm.down[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
             batch.hidden, batch.hidden_factor, matrix.arguments(self._rounds), batch.items, batch.total, batch.parts,

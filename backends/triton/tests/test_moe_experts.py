@@ -229,27 +229,6 @@ def test_items_of_every_width(format):
     assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
 
 
-@pytest.mark.skipif(not module.is_hopper(torch.device(DEVICE)), reason="a kernel in Gluon, which nothing interprets")
-@pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8"])
-def test_weights_from_memory_to_registers(format):
-    """w2's product of every width and steps of every buffer, scales of every group, and a row that is far smaller."""
-    site = _site("bfloat16", format, 280, top_k_experts=4, hidden_size=384, intermediate_size=1152)
-    experts = _experts(format, hidden=384, inner=1152)
-    x, weights, _ = _inputs(280, torch.bfloat16, 384)
-    x[7] *= 2.0**-20
-    ids = torch.full((280, 4), -1, dtype=torch.int32, device=DEVICE)
-    for expert, count in enumerate((280, 255, 128, 60)):
-        ids[:count, expert] = expert
-    kernel = moe_experts(site)
-    taken = []
-    with pytest.MonkeyPatch.context() as patch:
-        multiply = module.many.multiply
-        patch.setattr(module.many, "multiply", lambda *given: (taken.append(1), multiply(*given)))
-        out = _run(kernel, x, weights.nan_to_num(0.3), ids, kernel.prepare_weights(experts))
-    assert taken
-    assert worst_row(out, _exact(site, x, weights.nan_to_num(0.3), ids, experts)) <= BOUND[torch.bfloat16]
-
-
 @pytest.mark.parametrize(("format", "shared", "tokens"), [*((*both, 19) for both in SHARED), ("mxfp8", "nvfp4", 110)])
 def test_shared_expert(format, shared, tokens):
     """Every token's, with weight 1, in a format and of a size of its own; also where all routed pairs are absent."""
