@@ -100,7 +100,7 @@ def combine(
 def round_rows(x, x_strides, codes, factor, width, COLUMNS: tl.constexpr, NATIVE: tl.constexpr):
     """E4M3 codes [rows, width] of x, and each row's scale: its largest number over 448, or 1.
 
-    By the scale's reciprocal, so a number as good as in the middle of two codes may become the other one.
+    The quotient of a division, by a reciprocal for the row and a correction for each number.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -111,5 +111,9 @@ def round_rows(x, x_strides, codes, factor, width, COLUMNS: tl.constexpr, NATIVE
     scale = tl.where(scale == 0.0, 1.0, scale)
     tl.store(factor + row, scale)
     lift = tl.where(largest < 2.0**-60, 2.0**60, 1.0)  # a reciprocal stays in range
-    code = e4m3(number * lift * tl.div_rn(1.0, scale * lift), NATIVE)
+    number, scale = number * lift, scale * lift
+    inverse = tl.div_rn(1.0, scale)
+    ratio = number * inverse
+    exact = tl.fma(tl.fma(-ratio, scale, number), inverse, ratio)
+    code = e4m3(tl.where(largest < float("inf"), exact, ratio), NATIVE)
     tl.store(codes + row * width + column, code.to(tl.uint8), mask=column < width)
