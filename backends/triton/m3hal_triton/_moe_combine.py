@@ -97,8 +97,8 @@ def combine(
 
 
 @triton.jit
-def round_rows(x, x_strides, codes, factor, width, COLUMNS: tl.constexpr, NATIVE: tl.constexpr):
-    """E4M3 codes [rows, width] of x, and each row's scale: its largest number over 448, or 1.
+def round_rows(x, x_strides, codes, factor, given, width, COLUMNS: tl.constexpr, NATIVE: tl.constexpr):
+    """E4M3 codes [rows, width] of x, and each row's scale: the one that is given, or its largest number over 448, or 1.
 
     The quotient of a division, by a reciprocal for the row and a correction for each number.
     """
@@ -107,8 +107,11 @@ def round_rows(x, x_strides, codes, factor, width, COLUMNS: tl.constexpr, NATIVE
     at = x + row * x_strides[0] + column * x_strides[1]
     number = tl.load(at, mask=column < width, other=0.0).to(tl.float32)
     largest = tl.max(magnitude(number), 0).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(largest, 448.0)
-    scale = tl.where(scale == 0.0, 1.0, scale)
+    if given is None:
+        scale = tl.div_rn(largest, 448.0)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+    else:
+        scale = tl.load(given)
     tl.store(factor + row, scale)
     lift = tl.where(largest < 2.0**-60, 2.0**60, 1.0)  # a reciprocal stays in range
     number, scale = number * lift, scale * lift

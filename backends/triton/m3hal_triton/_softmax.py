@@ -9,15 +9,20 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def accumulate(scores, values, top, total, acc, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
-    """One step: scores [ROWS, KEYS] in units of log2 with -inf where hidden, values [KEYS, DIM]."""
+def accumulate(scores, values, top, total, acc, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, theirs=None):
+    """One step: scores [ROWS, KEYS] in units of log2 with -inf where hidden, values [KEYS, DIM].
+
+    theirs: the rows that these values are for; NaN among them spreads to no other row.
+    """
     higher = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     shrink = tl.exp2(top - base)
     weights = tl.exp2(scores - base[:, None])
     total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + tl.dot(weights.to(COMPUTE), values, input_precision=PRECISION)
-    return higher, total, acc
+    more = acc * shrink[:, None] + tl.dot(weights.to(COMPUTE), values, input_precision=PRECISION)
+    if theirs is not None:
+        more = tl.where(theirs[:, None], more, acc)
+    return higher, total, more
 
 
 @triton.jit

@@ -187,11 +187,13 @@ def attend(
         )
         scores = tl.dot(queries, k_tile, input_precision=PRECISION) * score_factor[:, None]
         visible = key[None, :] <= position[:, None]
+        theirs = None
         if QT > 1:
-            visible = visible & (tl.max((row_ids == block).to(tl.int32), 1) > 0)[:, None]
+            theirs = tl.max((row_ids == block).to(tl.int32), 1) > 0
+            visible = visible & theirs[:, None]
         scores = tl.where(visible, scores, float("-inf"))
         v_tile = load_rows(cache, values, page, group, offset, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE)
-        top, total, acc = accumulate(scores, v_tile, top, total, acc, COMPUTE, PRECISION)
+        top, total, acc = accumulate(scores, v_tile, top, total, acc, COMPUTE, PRECISION, theirs)
     if not SMALL:
         acc, dim = natural(acc, DIM, ROWS, FORMAT), tl.arange(0, DIM)
     finish(

@@ -241,12 +241,12 @@ class _Run:
             return self._few(batch, experts, memory, weights, result)
         self._begin(batch, memory, positions)
         if self._rounds:
-            _round_rows(x, batch.given, batch.x_factor)
+            _round_rows(x, batch.given, batch.x_factor, experts.x_scale)
         self._up(batch, experts.w13, positions if lora is not None else None, lora, memory)
         if self._rounds:
             factor = memory.take("hidden_factor", torch.float32, -1)
             codes = memory.take("hidden_codes", torch.float8_e4m3fn, len(batch.hidden), -1)
-            _round_rows(batch.hidden, codes, factor)
+            _round_rows(batch.hidden, codes, factor, experts.hidden_scale)
             batch = replace(batch, hidden=codes, hidden_factor=factor)
         self._down(batch, experts.w2)
         if lora is not None:
@@ -496,11 +496,13 @@ class _Run:
         )  # fmt: skip
 
 
-def _round_rows(rows: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None) -> None:
-    """E4M3 codes of rows and their scales. Rows that no token has hold what they held."""
+def _round_rows(
+    rows: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None, scale: torch.Tensor | None
+) -> None:
+    """E4M3 codes of rows and their scales, or the one scale of a checkpoint's. Rows of no token hold what they held."""
     columns = power_of_two_above(rows.shape[1])
     ends.round_rows[(len(rows),)](
-        rows, rows.stride(), codes.view(torch.uint8), factor, rows.shape[1],
+        rows, rows.stride(), codes.view(torch.uint8), factor, scale, rows.shape[1],
         COLUMNS=columns, NATIVE=converts(rows.device), num_warps=max(1, min(8, columns // 512)),
     )  # fmt: skip
 

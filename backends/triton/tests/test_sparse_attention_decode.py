@@ -63,6 +63,25 @@ def test_one_program_without_splits(monkeypatch):
     _check(site, Batch(site, [(1, 80), (1, 40)], torch.float32))
 
 
+@DTYPES
+def test_nan_of_a_neighbours_block(dtype, monkeypatch):
+    """A block that only another token of the request chose may hold NaN, in one program that walks both tokens'."""
+    monkeypatch.setattr("m3hal_triton.sparse_attention.MAX_SPLIT_PROGRAMS", 1)
+    site = sparse_site(dtype)
+    batch = Batch(site, [(4, 90)], dtype)
+    q, kv = batch.queries(site.num_q_heads, site.head_dim), batch.cache(site.num_kv_heads, site.head_dim, True)
+    ids = torch.tensor([[1, 5, -1, -1]] + [[2, 5, -1, -1]] * 3, dtype=torch.int32, device=DEVICE)
+    ids = ids[:, None].repeat(1, site.num_kv_heads, 1)
+    only_others = batch.block_ids(site.num_kv_heads).fill_(-1)
+    only_others[:, :, :2] = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)
+    batch.erase_unselected(kv, only_others)
+    kernel = sparse_attention(site)
+    out = kernel.run(q, kv, ids, plan(kernel, batch.meta), workspace=workspace(kernel))
+    exact = OPERATOR.reference(q.double(), double(kv), ids, batch.meta, **OPERATOR.static_values(site))
+    assert out[0].isnan().all()
+    assert worst_row(out[1:], exact[1:]) <= BOUND[dtype]
+
+
 def test_ids_past_the_query_are_ignored():
     """A selection that names a future block or only absent ones adds nothing."""
     site = sparse_site(torch.float32)

@@ -49,6 +49,18 @@ def _one_rows_block(rng: Rng, site: Site, kind: str) -> Inputs:
     return {"q": found.q, "kv": kv, "block_ids": ids.int(), "meta": held.meta}
 
 
+def _one_rows_block_of_many(rng: Rng, site: Site, kind: str) -> Inputs:
+    """The same in so many requests that no kernel shares a request's blocks out among programs."""
+    count = 180
+    held = requests(rng, [(3, 500)] * count, site.page_size)
+    found, ids = block_inputs(rng, site, held), torch.full((3 * count, site.num_kv_heads, site.top_k_blocks), -1)
+    ids[:, :, :2] = torch.tensor([[1, 3], [2, 3], [0, 3]]).repeat(count, 1)[:, None]
+    for values in found.values:
+        values[130] = NAN
+    kv = filled(held, kv_layout(site, kind), found.keys, found.values, rng)
+    return {"q": found.q, "kv": kv, "block_ids": ids.int(), "meta": held.meta}
+
+
 def _unseen_future(rng: Rng, site: Site, kind: str) -> Inputs:
     """The first row of a chunk selects the newest block and the later ones do not: its last keys are seen by nobody."""
     held = requests(rng, [(3, 300), (4, 641), (2, 130)], site.page_size)
@@ -132,6 +144,7 @@ def _hidden() -> list[Case]:
     return [
         *sparse("unselected", _unselected, layouts=BOTH, also=("stale",), bugs=("F21",)),
         *sparse("one_rows_block", _one_rows_block, bugs=("F21", "F28")),
+        *sparse("one_rows_block_of_many", _one_rows_block_of_many, bugs=("F21", "F28"), quick=False),
         *sparse("unseen_future", _unseen_future, also=("stale",), bugs=("F22",)),
         *sparse("large_future", _large_future(True), input_class="growing", bugs=("F22",)),
         *paged("outside_window", _outside_window, window_left=100, also=("stale", "row_alone"), bugs=("F22",)),
