@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import BOUND, Batch, double, plan, poisoned, sparse_site, workspace, worst_row
+from attention_cases import BOUND, DEVICE, Batch, double, plan, poisoned, sparse_site, workspace, worst_row
 from m3hal_triton.sparse_attention import sparse_attention
 
 from m3hal.ops import load
@@ -50,7 +50,7 @@ def test_a_key_far_above_the_newest_block(monkeypatch, format):
     batch = Batch(site, [(1, 400), (1, 300)], torch.bfloat16, "hnd" if format == "fp8_e4m3" else "msa_slot", True, 2)
     kv = batch.cache(2, 128, True, format=format)
     ids = batch.block_ids(2)
-    q = torch.zeros(batch.tokens, 4, 128, dtype=torch.bfloat16)
+    q = torch.zeros(batch.tokens, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     for token, length in enumerate(batch.meta.seq_lens.tolist()):
         keys = read_sequence(kv, batch.meta.block_table[token], length)[0]
         for head in range(4):
