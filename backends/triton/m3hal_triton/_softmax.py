@@ -19,10 +19,10 @@ def accumulate(scores, values, top, total, acc, COMPUTE: tl.constexpr, PRECISION
     shrink = tl.exp2(top - base)
     weights = tl.exp2(scores - base[:, None])
     total = total * shrink + tl.sum(weights, 1)
-    more = acc * shrink[:, None] + tl.dot(weights.to(COMPUTE), values, input_precision=PRECISION)
+    more = tl.dot(weights.to(COMPUTE), values, input_precision=PRECISION)
     if theirs is not None:
-        more = tl.where(theirs[:, None], more, acc)
-    return higher, total, more
+        more = tl.where(theirs[:, None], more, 0.0)
+    return higher, total, acc * shrink[:, None] + more
 
 
 @triton.jit
