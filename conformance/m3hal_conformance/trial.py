@@ -12,6 +12,8 @@ from torch import Tensor
 
 from m3hal import ops
 from m3hal.dispatch import Bound, Impl
+from m3hal.ops import SeqMeta
+from m3hal.shape import Site
 from m3hal_conformance import oracle
 from m3hal_conformance.buckets import padded, trimmed
 from m3hal_conformance.case import Case, Inputs
@@ -60,7 +62,11 @@ class Trial:
 
     @cached_property
     def inputs(self) -> Inputs:
-        return self.case.inputs(self.seed)
+        made = self.case.inputs(self.seed)
+        beyond = _beyond(self.case.site, made)
+        if beyond:
+            raise AssertionError(f"the case {self.case.id} is wrong: {beyond}")
+        return made
 
     @cached_property
     def other(self) -> Inputs:
@@ -181,3 +187,11 @@ def exact_of(case: Case, seed: int, inputs: Inputs) -> Named:
     if (case.id, seed) not in _EXACT:
         _EXACT[case.id, seed] = oracle.exact(ops.load(case.operator), case.site, inputs)
     return _EXACT[case.id, seed]
+
+
+def _beyond(site: Site, inputs: Inputs) -> str:
+    """What a case gives although its site says that there is never so much; kernels may rely on that."""
+    for name, given in inputs.items():
+        if isinstance(given, SeqMeta) and len(given.seq_lens) > site.max_seqs:
+            return f"{name} has {len(given.seq_lens)} requests and max_seqs is {site.max_seqs}"
+    return ""

@@ -50,8 +50,8 @@ def _one_rows_block(rng: Rng, site: Site, kind: str) -> Inputs:
 
 
 def _one_rows_block_of_many(rng: Rng, site: Site, kind: str) -> Inputs:
-    """The same in so many requests that no kernel shares a request's blocks out among programs."""
-    count = 180
+    """The same in as many requests as there may be: few programs or none share a request's blocks."""
+    count = site.max_seqs
     held = requests(rng, [(3, 500)] * count, site.page_size)
     found, ids = block_inputs(rng, site, held), torch.full((3 * count, site.num_kv_heads, site.top_k_blocks), -1)
     ids[:, :, :2] = torch.tensor([[1, 3], [2, 3], [0, 3]]).repeat(count, 1)[:, None]
