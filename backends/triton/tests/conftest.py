@@ -1,4 +1,4 @@
-"""Runs the kernels on the GPU where there is one, else through Triton's interpreter, cured.
+"""Runs the kernels on the GPU where there is one, else through Triton's interpreter, cured and held to its arguments.
 
 Triton decides at import whether its functions are interpreted, so the environment variable is set around the import
 of triton and of the kernels, before any test module of the session, and otherwise only during this folder's tests.
@@ -25,8 +25,10 @@ if INTERPRETED:
         importlib.import_module(f"m3hal_triton.{module.name}")
     importlib.import_module("cure_kernels")
     from m3hal_conformance.interpreter import cure
+    from m3hal_conformance.interpreter_bounds import bound
 
     cure()
+    bound()
     del os.environ["TRITON_INTERPRET"]
 
 

@@ -55,3 +55,10 @@ def combined(x, out, index, AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.
     at = tl.arange(0, COLUMNS if AXIS == 0 else ROWS)
     tl.store(out + at, found)
     tl.store(index + at, place)
+
+
+@triton.jit
+def shifted(x, out, by, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """out[i] = x[i + by], of which the last may lie outside."""
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, tl.load(x + i + by, mask=(i + by < SIZE) | (not MASKED), other=0.0))

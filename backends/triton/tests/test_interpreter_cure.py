@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import DEVICE
-from cure_kernels import arithmetic, combined, product, scaled_product
+from cure_kernels import arithmetic, combined, product, scaled_product, shifted
 
 from m3hal import formats
 from m3hal.formats import spec_of
@@ -63,3 +63,13 @@ def test_reduction_by_a_function_of_ones_own(axis, keep):
     if DEVICE == "cpu":  # a GPU combines in another order, and this function is not associative
         assert torch.allclose(out, total)
     assert torch.equal(index.cpu(), place.int())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may read a neighbour's memory and say nothing")
+def test_reads_outside_of_the_arguments_are_refused():
+    """One element past the end of a tensor, unless it is masked out."""
+    x, out = torch.randn(64), torch.empty(64)
+    shifted[(1,)](x, out, 1, SIZE=64, MASKED=True)
+    assert torch.equal(out[:-1], x[1:])
+    with pytest.raises(Exception, match="shifted loads 1 of 64 elements outside"):
+        shifted[(1,)](x, out, 1, SIZE=64, MASKED=False)
