@@ -28,6 +28,7 @@ from m3hal.shape import ModelShape, Site
 
 #: this program's own; m3hal serves all the rest
 HELD = dict.fromkeys(("embedding", "lm_head", "all_reduce"), "torch")
+MAX_CONTEXT = 2048
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -254,7 +255,9 @@ def generate(
     return tokens, torch.stack(found)
 
 
-def build(backend: str, device: str, *, dtype: str = "float32", max_context: int = 2048, **formats: Any) -> Model:
+def build(
+    backend: str, device: str, *, dtype: str = "float32", max_context: int = MAX_CONTEXT, **formats: Any
+) -> Model:
     """The tiny checkpoint on a plan. formats: ``kv_format``, ``index_format``."""
     config = tiny.config(dtype)["text_config"]
     shape = ModelShape.from_config(
@@ -264,7 +267,8 @@ def build(backend: str, device: str, *, dtype: str = "float32", max_context: int
     policy = m3hal.Policy.resolve(api={"backend": backend})
     plan = m3hal.plan(shape, device, policy, engine=HELD, cache_layouts=("hnd", "msa_slot"))
     weights = _below(tiny.tensors(dtype=dtype), "language_model.")
-    return Model(plan, config, weights, device.partition(":")[0])
+    kind = devices.kind(device)
+    return Model(plan, config, weights, "cuda" if kind == "hip" else kind)
 
 
 def a_prompt(length: int) -> list[int]:
@@ -279,9 +283,18 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--tokens", type=int, default=32)
     args = parser.parse_args()
-    model = build(args.backend, args.device, dtype=args.dtype)
-    print(model.plan.table())
     prompt = a_prompt(700)
+    room = MAX_CONTEXT - len(prompt)
+    if not 1 <= args.tokens <= room:
+        parser.error(f"--tokens is from 1 to {room}")
+    try:
+        if not devices.is_present(devices.check(args.device)) or devices.kind(args.device) not in devices.KINDS:
+            here = ", ".join(found.device for found in devices.detect())
+            parser.error(f"this machine has no {args.device}; it has: {here}")
+        model = build(args.backend, args.device, dtype=args.dtype)
+    except m3hal.M3halError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    print(model.plan.table())
     start = time.perf_counter()
     tokens, _ = generate(model, prompt, args.tokens)
     print(f"{len(prompt)} tokens of prompt, {len(tokens)} after it in {time.perf_counter() - start:.2f} s: {tokens}")
