@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs one of them."""
     wanted = _FILES[arguments.action]
     if wanted is not None and len(arguments.files) != wanted:
-        raise ConfigurationError(f"claim {arguments.action} takes {wanted} file{'s' if wanted > 1 else ''}.")
+        named = len(arguments.files)
+        raise ConfigurationError(f"claim {arguments.action} takes {wanted} file{'s' * (wanted > 1)}, not {named}.")
     code: int = suite("m3hal_conformance.command").claims(arguments)
     return code

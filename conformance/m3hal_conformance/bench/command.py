@@ -71,7 +71,11 @@ def _read(options: argparse.Namespace) -> int:
         kept = json.loads(text)
         found = [Measured(**row) for row in kept["rows"]]
         device, backend = kept["machine"]["device"], kept["machine"]["backend"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ConfigurationError(f"{options.read} can't be read: {error.strerror}.") from error
+    except KeyError as error:
+        raise ConfigurationError(f"{options.read} is no table that m3hal bench wrote: it has no {error}.") from error
+    except (ValueError, TypeError) as error:
         raise ConfigurationError(f"{options.read} is no table that m3hal bench wrote: {error}.") from error
     picked = [row for row in found if not options.op or row.operator in options.op]
     picked = [row for row in picked if all(part in row.case for part in options.case)]
@@ -89,8 +93,7 @@ def _chosen(names: Sequence[str]) -> list[str]:
     known = operators()
     for name in names:
         if name not in known:
-            hint = did_you_mean(name, known)
-            raise ConfigurationError(f"{name!r} has no rows.{hint} Those with rows: {', '.join(known)}.")
+            raise ConfigurationError(f"{name!r} has no rows.{did_you_mean(name, known)}")
     return list(names) or known
 
 
