@@ -184,9 +184,9 @@ def test_plan_for_a_device_that_this_machine_lacks(environment: Any) -> None:
 
 def test_auto_leaves_an_accelerator_to_the_in_tree_model(environment: Any) -> None:
     """Neither the reference nor what no claim proves serves an accelerator unasked; the plan says why."""
-    environment.install("acme", operators=ops.NAMES, manifest="devices=('cuda:sm_90',)")
+    environment.install("acme", operators=ops.NAMES, manifest="devices=('cuda:sm_100',)")
     got = environment.run("""
-        p = made(device="cuda:sm_90")
+        p = made(device="cuda:sm_100")
         ids = {row.verdicts[0].impl: row for row in p.choices if row.verdicts}
         from m3hal.dispatch.discovery import discover
         from m3hal.dispatch.screen import candidates
@@ -194,8 +194,8 @@ def test_auto_leaves_an_accelerator_to_the_in_tree_model(environment: Any) -> No
         acme = next(found for found in discover() if found.name == "acme")
         good, _ = candidates(acme, {name: ops.load(name) for name in ops.NAMES}, {})
         proved = {candidate.impl_id: "hardware" for candidate in good}
-        q = made(device="cuda:sm_90", levels=proved)
-        r = made({"min_level": "compiled"}, device="cuda:sm_90", levels={name: "emulated" for name in proved})
+        q = made(device="cuda:sm_100", levels=proved)
+        r = made({"min_level": "compiled"}, device="cuda:sm_100", levels={name: "emulated" for name in proved})
         try:
             p.bind("rms_norm", "moe")
         except M3halError as error:
@@ -283,10 +283,10 @@ def test_pin_that_leaves_the_in_tree_model_is_checked_too(environment: Any) -> N
     """A plan edited by hand to say ``in_tree`` doesn't escape the comparison."""
     environment.install("acme")
     got = environment.run("""
-        first = made(device="cuda:sm_90", present=False)
+        first = made(device="cuda:sm_100", present=False)
         def pinned(data):
             open("plan.json", "w").write(json.dumps(data))
-            return refusal({"plan": "plan.json"}, device="cuda:sm_90", present=False)
+            return refusal({"plan": "plan.json"}, device="cuda:sm_100", present=False)
         edited = {**first.to_json(), "fingerprint": "0" * 16}
         print(json.dumps([first.in_tree, pinned(first.to_json()), pinned(edited)]))
     """)
