@@ -174,6 +174,10 @@ def test_command(tmp_path, capsys):
     again = capsys.readouterr().out
     assert "prefill TP4" in again
     assert "prefill TP1" not in again
+    assert main(["bench", "--read", str(out), "--case", "TP4", "--json"]) == 0
+    assert all("TP4" in row["case"] for row in json.loads(capsys.readouterr().out)["rows"])
+    assert main(["bench", "--read", str(out), "--case", "nothing"]) == 2
+    assert "has no such rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,7 @@ def test_command(tmp_path, capsys):
         (["--device", "cpu", "--case", "nothing"], 2, "no row's case contains 'nothing'"),
         (["--device", "cpu", "--op", "msa", "--list"], 0, ""),
         (["--read", __file__], 2, "is no table that m3hal bench wrote"),
+        (["--read", "nothing.json"], 2, "nothing.json can't be read"),
     ],
 )
 def test_exit_codes(options, code, told, capsys):

@@ -79,6 +79,12 @@ def _read(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"{options.read} is no table that m3hal bench wrote: {error}.") from error
     picked = [row for row in found if not options.op or row.operator in options.op]
     picked = [row for row in picked if all(part in row.case for part in options.case)]
+    if not picked:
+        known = ", ".join(dict.fromkeys(row.operator for row in found))
+        raise ConfigurationError(f"{options.read} has no such rows; its operators: {known}.")
+    if len(picked) < len(found):
+        kept["rows"] = [row for row, one in zip(kept["rows"], found, strict=True) if one in picked]
+        text = json.dumps(kept, indent=1)
     print(text if options.json else table.text(picked))
     if options.png:
         _draw(picked, options.png, f"{device}, {backend}")
