@@ -71,16 +71,10 @@ def product(
             stored = load_scales(scales, strides[1], k, size, BK, FORMAT, EVEN)
         weights = load_weights(codes, strides[0], stored, base, k, size, BN, BK, FORMAT, COMPUTE, EVEN, NATIVE)
         tokens = _columns(inputs, there, k, width, step, BK, EVEN, MASKED)
-        if tl.float8e4nv == COMPUTE:  # Hopper's matrix unit sums FP8 products in 14 bits; steps are added up in fp32
-            total += tl.dot(weights, tl.trans(tokens))
-        else:
-            total = tl.dot(weights, tl.trans(tokens), total, input_precision=PRECISION)
+        total = tl.dot(weights, tl.trans(tokens), total, input_precision=PRECISION)
         if BX > 0:
             others = _columns(more, there, k, width, step, BK, EVEN, False)
-            if tl.float8e4nv == COMPUTE:
-                extra += tl.dot(weights, tl.trans(others))
-            else:
-                extra = tl.dot(weights, tl.trans(others), extra, input_precision=PRECISION)
+            extra = tl.dot(weights, tl.trans(others), extra, input_precision=PRECISION)
             extra = _waited(extra, COMPUTE, NATIVE)
         total = _waited(total, COMPUTE, NATIVE)
     return total, extra

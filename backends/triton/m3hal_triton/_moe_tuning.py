@@ -76,7 +76,7 @@ ROUNDED: Ladder = (
     (4, Tuning(16, Tile(128, 256, stages=3, programs=2), Tile(128, 256, stages=3, programs=2))),
     (24, Tuning(32, Tile(128, 128), Tile(128, 128))),
     (64, Tuning(64, Tile(128, 128), Tile(128, 128))),
-    (_ALL, Tuning(128, Tile(128, 128, warps=8, stages=3), Tile(128, 128, warps=8, stages=3), extra=32)),
+    (_ALL, Tuning(256, Tile(128, 128, warps=8, stages=3), Tile(128, 128, warps=8, stages=3), extra=32)),
 )
 
 

@@ -97,11 +97,11 @@ def prepare(experts: ExpertWeights, *, in_order: bool) -> Packed:
         shared = None if own is None else prepare(own, in_order=in_order)
     else:
         first, last = _part(w13, count, count + 1, own.w13), _part(w2, count, count + 1, own.w2)
-        shared = Packed(first, last, own.x_scale, own.hidden_scale)
+        shared = Packed(first, last, _own(own.x_scale), _own(own.hidden_scale))
         w13, w2 = _part(w13, 0, count, experts.w13), _part(w2, 0, count, experts.w2)
         _fill(shared.w13, 0, own.w13, in_order)
         _fill(shared.w2, 0, own.w2, in_order)
-    packed = Packed(w13, w2, experts.x_scale, experts.hidden_scale, shared, joined)
+    packed = Packed(w13, w2, _own(experts.x_scale), _own(experts.hidden_scale), shared, joined)
     _fill(packed.w13, 0, experts.w13, in_order)
     _fill(packed.w2, 0, experts.w2, in_order)
     return packed
@@ -128,6 +128,8 @@ def update(packed: Packed, first: int, experts: ExpertWeights, *, in_order: bool
     _fill(packed.w13, first, experts.w13, in_order)
     _fill(packed.w2, first, experts.w2, in_order)
     for old, new in ((packed.x_scale, experts.x_scale), (packed.hidden_scale, experts.hidden_scale)):
+        if old is None and new is not None:
+            raise ValueError("these experts were prepared without scales of activations; prepare them again")
         if old is not None and new is not None:
             old.copy_(new)
     if packed.shared is not None and experts.shared is not None:
@@ -137,9 +139,13 @@ def update(packed: Packed, first: int, experts: ExpertWeights, *, in_order: bool
 def unpack(packed: Packed) -> ExpertWeights:
     """The experts as they were given, byte by byte."""
     shared = None if packed.shared is None else unpack(packed.shared)
-    return ExpertWeights(
-        _restore(packed.w13), _restore(packed.w2), packed.x_scale, packed.hidden_scale, shared
-    )  # fmt: skip
+    scales = _own(packed.x_scale), _own(packed.hidden_scale)
+    return ExpertWeights(_restore(packed.w13), _restore(packed.w2), *scales, shared)
+
+
+def _own(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy: updates write into it."""
+    return None if scale is None else scale.clone()
 
 
 def placed(codes: torch.Tensor, *, back: bool = False) -> torch.Tensor:

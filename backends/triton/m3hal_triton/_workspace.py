@@ -28,6 +28,8 @@ class Memory:
 
     def take(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         offset, size = self.room.parts[name]
+        if offset + size > len(self.workspace):
+            raise ValueError(f"the workspace has {len(self.workspace)} bytes; this call needs {self.room.total}")
         return self.workspace[offset : offset + size].view(dtype).view(*shape)
 
     def find(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,13 +66,10 @@ def fp8_activations(site: Site) -> Kernel:
 
 def _kernel(site: Site, ladder: Ladder, *, rounds: bool = False) -> Kernel:
     run = _Run(site, ladder, rounds=rounds)
-    small = range(1, min(site.max_tokens, SPLIT_TOKENS) + 1)
     return Kernel(
         run=run,
         workspace_bytes=max(
-            run.room(tokens, joined).total
-            for tokens in {*small, site.max_tokens}
-            for joined in {False, run.joins(tokens)}
+            run.room(tokens, joined).total for tokens in run.largest_batches() for joined in {False, run.joins(tokens)}
         ),
         prepare_weights=partial(packing.prepare, in_order=run.in_order),
         update_weights=partial(packing.update, in_order=run.in_order),
@@ -151,6 +149,16 @@ class _Run:
 
     def _tuning(self, pairs: int, experts: int = 0) -> Tuning:
         return next(tuning for most, tuning in self._ladder if pairs <= most * (experts or self._experts))
+
+    def largest_batches(self) -> set[int]:
+        """Tokens of the batches among which the one is that needs most memory: each tuning's last, and few."""
+        site = self._site
+        found = {*range(1, SPLIT_TOKENS + 1), site.max_tokens}
+        for most, _ in self._ladder[:-1]:
+            for slots, experts in itertools.product(range(self._slots, self._slots + 2), range(2)):
+                last = int(most * (self._experts + experts)) // slots
+                found |= {last - 1, last, last + 1}
+        return {tokens for tokens in found if 0 < tokens <= site.max_tokens}
 
     def _splits(self, pairs: int, tile: Tile, rows: int, size: int) -> int:
         """Parts of K, so that few experts still fill the GPU."""

@@ -172,8 +172,9 @@ class _Indexer:
         self, cache: PagedCache, max_q: int, first: bool, early: bool, known: bool
     ) -> tuple[Launcher, Settings]:
         """The kernel and its constants for requests of up to ``max_q`` query tokens."""
-        in_place, token = self._in_place(cache), _pages.keys(cache).token
-        key = power_of_two_above(max(max_q, 1)), in_place, token, first, early, known
+        in_place, part = self._in_place(cache), _pages.keys(cache)
+        token, in_rows = part.token, part.page % part.token == 0
+        key = power_of_two_above(max(max_q, 1)), in_place, token, in_rows, first, early, known
         if key in self._settings:
             return self._settings[key]
         site, device, tuning = self._site, cache.buf.device, self.tuning
@@ -192,8 +193,7 @@ class _Indexer:
         else:
             tuning = DECODE.get(site.index_format, tuning) if tuning.warps == 1 else tuning
             constants |= {"DIM": site.index_dim, "KEYS": self._keys, "PRECISION": DOT_PRECISION}
-            part = _pages.keys(cache)
-            tiles = early and in_place and site.index_format == "bfloat16" and part.page % part.token == 0
+            tiles = early and in_place and site.index_format == "bfloat16" and in_rows
             constants |= {"KNOWN": known, "TILES": tiles and site.page_size % self._keys == 0}
             constants |= {"COMPUTE": compute_dtype(site.index_format, site.dtype)}
             made = _few, Settings(constants, num_warps=tuning.warps, num_stages=tuning.stages, **after(early))
@@ -324,7 +324,8 @@ class _Select(_Indexer):
             early = programmatic(index_q.device)
             score = self._few(index_q, index_cache, batch, scratch, blocks, strides, early)
             choice = launch_topk(site, scratch, blocks, strides, batch.position, site.block_size, out, early)
-            launches = score.again(*range(2), *range(8, len(score.tensors))), choice.again(2)
+            rows = (8,) if len(score.tensors) > 8 and score.tensors[8] is not None else ()
+            launches = score.again(0, 1, *rows), choice.again(2)
             known = self in batch.calls  # else the next launch is another: the plan is complete then
             batch.keep(self, workspace, _key(index_q, index_cache, out) if known else None, launches)
             return out

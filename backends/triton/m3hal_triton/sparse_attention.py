@@ -160,7 +160,9 @@ class _Run:
         entries = site.max_tokens * site.num_kv_heads * site.top_k_blocks
         slots = max(site.max_seqs * triton.cdiv(site.max_context, site.block_size) * site.num_kv_heads, SORT_COUNTERS)
         self._slots = slots
-        self._sort_words = 2 * entries + 8 * (2 * entries + 1024) + 3 * slots + 1024
+        # pieces may hold nearly twice the tokens that there are, each piece one work item and one counter more
+        items = 2 * (entries + triton.cdiv(entries, PREFILL.chunk)) + site.max_tokens
+        self._sort_words = 2 * entries + 8 * (items + 1024) + 3 * slots + site.max_tokens + 1024
         return 4 * self._sort_words + (union.room(site.max_tokens, site.num_kv_heads) if self._walks else 0)
 
     def __call__(

@@ -405,3 +405,30 @@ def test_ladders_cover_all_batches(is_nvidia):
             ladder = tuning.ladder_of(site, rounds=rounds, is_nvidia=is_nvidia)
             assert ladder[-1][0] == float("inf")
             assert [most for most, _ in ladder] == sorted(most for most, _ in ladder)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shared", [0, 1])
+def test_workspace_for_every_batch(format, shared):
+    """No number of tokens needs more than ``workspace_bytes``, also where just below it sums were kept in fp32."""
+    dtype = _name(_dtype(format))
+    site = _site(dtype, format)
+    site = replace(
+        site, shared_format=format if shared else "", shared_intermediate_size=shared * site.intermediate_size
+    )
+    for most in (97, 385, 700):
+        kernel = moe_experts(replace(site, max_tokens=most))
+        rooms = (kernel.run.room(tokens, kernel.run.joins(tokens)).total for tokens in range(1, most + 1))
+        assert max(rooms) <= kernel.workspace_bytes
+
+
+def test_scales_are_copies():
+    """An update writes into no tensor of the caller's, and a scale that wasn't there can't come."""
+    kernel, experts = moe_experts(_site("bfloat16", "fp8_e4m3")), _experts("fp8_e4m3")
+    given = replace(experts, x_scale=torch.tensor(0.5, device=DEVICE))
+    packed = kernel.prepare_weights(given)
+    before = kernel.unpack(packed)
+    kernel.update_weights(packed, 0, replace(experts, x_scale=torch.tensor(2.0, device=DEVICE)))
+    assert (given.x_scale, before.x_scale, kernel.unpack(packed).x_scale) == (0.5, 0.5, 2.0)
+    with pytest.raises(ValueError, match="without scales"):
+        kernel.update_weights(kernel.prepare_weights(experts), 0, given)

@@ -1,10 +1,15 @@
 """The indexer against its definition: scores, choice, and both in one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_cases import DEVICE, Batch, double, plan, poisoned, sparse_site, workspace
+from m3hal_triton._launch import programmatic
 from m3hal_triton.select_blocks import block_scores, select_blocks
+from machine_cases import site as real_site
 
+from m3hal.layouts import KVLayout, PagedCache
 from m3hal.ops import load
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -74,3 +79,27 @@ def test_visible_nan_makes_its_block_nan():
         exact = load("block_scores").reference(index_q, cache, batch.meta, block_size=site.block_size)
         assert torch.equal(scores.isnan(), exact.isnan())
         assert exact.isnan().any()
+
+
+def test_tiles_are_of_caches_whose_pages_are_whole_rows_apart():
+    """A second cache with the same rows, whose pages are not, doesn't get the first one's kernel."""
+    site = real_site("sparse_attention", "bfloat16")
+    run, tiles = select_blocks(site).run, []
+    layout = KVLayout("hnd", "bfloat16", site.page_size, 1, site.index_dim, has_values=False)
+    for gap in (0, 64):
+        size = site.page_size * site.index_dim
+        buffer = torch.empty(3, size + gap, dtype=torch.bfloat16)[:, :size].view(3, 1, site.page_size, site.index_dim)
+        _, settings = run._few_settings(PagedCache(buffer, layout), 1, True, True, False)
+        tiles.append(settings.constants["TILES"])
+    assert tiles == [True, False]
+
+
+def test_repeated_launches_ask_for_a_descriptor_only_where_there_was_one(monkeypatch):
+    """Two addresses of the scores change from layer to layer, and the tile's only where tiles are copied."""
+    changing = []
+    monkeypatch.setattr("m3hal_triton._launch.Launcher.again", lambda self, launch, places: changing.append(places))
+    site = replace(real_site("sparse_attention", "bfloat16"), max_context=4096)
+    batch = Batch(site, [(1, 300)], torch.bfloat16)
+    kernel, cache = select_blocks(site), batch.cache(1, 128, False)
+    kernel.run(batch.queries(4, 128), cache, plan(kernel, batch.meta), workspace=workspace(kernel))
+    assert changing[0] == ((0, 1, 8) if programmatic(batch.meta.cu_q.device) else (0, 1))

@@ -7,7 +7,7 @@ import torch
 from attention_cases import BOUND, Batch, double, plan, poisoned, sparse_site, workspace, worst_row
 from m3hal_triton import _sparse_union as union
 from m3hal_triton import sparse_attention as module
-from m3hal_triton.sparse_attention import batch_invariant, sparse_attention
+from m3hal_triton.sparse_attention import _Sort, batch_invariant, sparse_attention
 
 from m3hal.ops import load
 
@@ -156,3 +156,17 @@ def test_few_units_are_sorted(walked, monkeypatch, processors, none):
     _check(site, Batch(site, [(16, 16), (9, 9), (9, 9)], torch.bfloat16))
     assert walked == [(6, 6, 10)]
     assert touched == [not none]
+
+
+@pytest.mark.parametrize("most", [603, 640, 1024])
+def test_the_sort_stays_in_its_memory(most, monkeypatch):
+    """Also where a batch is little more than a piece, so that the second one holds hardly anything."""
+    monkeypatch.setattr("m3hal_triton.sparse_attention.SORT_COUNTERS", 76800)
+    site = replace(sparse_site(torch.bfloat16), max_tokens=most, max_seqs=1, max_context=614400, top_k_blocks=64)
+    for piece in range(most // 2, most + 1, 7):
+        run = sparse_attention(site).run
+        slots = min(run._slots, 38400 * site.num_kv_heads)
+        words = run._sort_words
+        sort = _Sort(torch.empty(16 * words, dtype=torch.uint8), most, piece, slots, site.num_kv_heads * 64)
+        parts = (sort.ranks, sort.order, sort.work, sort.counts, sort.starts, sort.items, sort.totals)
+        assert sort.pieces * slots > run._slots or sum(part.numel() for part in parts) <= words
