@@ -416,10 +416,24 @@ def test_workspace_for_every_batch(format, shared):
     site = replace(
         site, shared_format=format if shared else "", shared_intermediate_size=shared * site.intermediate_size
     )
-    for most in (97, 385, 700):
-        kernel = moe_experts(replace(site, max_tokens=most))
+    for experts, slots, most in ((1, 1, 97), (8, 2, 385), (8, 4, 193)):  # a tuning ends one token earlier
+        sized = replace(site, num_local_experts=experts, top_k_experts=slots, max_tokens=most)
+        kernel = moe_experts(sized)
         rooms = (kernel.run.room(tokens, kernel.run.joins(tokens)).total for tokens in range(1, most + 1))
         assert max(rooms) <= kernel.workspace_bytes
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_scales_of_a_checkpoint(tokens):
+    """Tokens and hidden activations in FP8 over the scales that a checkpoint gives, not over their own."""
+    site, experts = _site("bfloat16", "fp8_e4m3", 40), _experts("fp8_e4m3")
+    scales = {"x_scale": torch.tensor(0.9, device=DEVICE), "hidden_scale": torch.tensor(0.3, device=DEVICE)}
+    experts = replace(experts, **scales)
+    kernel, given = fp8_activations(site), _inputs(tokens, torch.bfloat16)
+    out = _run(kernel, *given, kernel.prepare_weights(experts))
+    op, traits = load("moe_experts"), {"activation_format": "fp8_e4m3", "double_rounding": "bfloat16"}
+    exact = op.reference(given[0].double(), *given[1:], experts, **op.static_values(site), traits=traits)
+    assert worst_row(out, exact) <= 1.2e-2
 
 
 def test_scales_are_copies():

@@ -161,12 +161,12 @@ def test_few_units_are_sorted(walked, monkeypatch, processors, none):
 @pytest.mark.parametrize("most", [603, 640, 1024])
 def test_the_sort_stays_in_its_memory(most, monkeypatch):
     """Also where a batch is little more than a piece, so that the second one holds hardly anything."""
-    monkeypatch.setattr("m3hal_triton.sparse_attention.SORT_COUNTERS", 76800)
     site = replace(sparse_site(torch.bfloat16), max_tokens=most, max_seqs=1, max_context=614400, top_k_blocks=64)
-    for piece in range(most // 2, most + 1, 7):
-        run = sparse_attention(site).run
-        slots = min(run._slots, 38400 * site.num_kv_heads)
-        words = run._sort_words
-        sort = _Sort(torch.empty(16 * words, dtype=torch.uint8), most, piece, slots, site.num_kv_heads * 64)
+    slots = 614400 // site.block_size * site.num_kv_heads
+    monkeypatch.setattr(module, "SORT_COUNTERS", 2 * slots)  # of two pieces
+    run = sparse_attention(site).run
+    for piece in range(most // 2 + 1, most + 1, 7):
+        memory = torch.empty(16 * run._sort_words, dtype=torch.uint8)
+        sort = _Sort(memory, most, piece, slots, site.num_kv_heads * 64)
         parts = (sort.ranks, sort.order, sort.work, sort.counts, sort.starts, sort.items, sort.totals)
-        assert sort.pieces * slots > run._slots or sum(part.numel() for part in parts) <= words
+        assert sum(part.numel() for part in parts) <= run._sort_words
