@@ -26,6 +26,7 @@ from m3hal_triton._launch import (
     DOT_PRECISION,
     after,
     converts,
+    is_hopper,
     multiprocessors,
     power_of_two_above,
     programmatic,
@@ -523,11 +524,6 @@ def _is_packed(format: str) -> bool:
 def native(device: torch.device) -> bool:
     """Whether stored codes are unpacked by instructions of NVIDIA GPUs."""
     return device.type == "cuda" and torch.version.hip is None
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether the tiles were found on such a GPU."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _device() -> torch.device:
