@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from m3hal_conformance.case import Case
 from m3hal_conformance.suite import all_cases
 from m3hal_conformance.trial import _beyond
