@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ from vllm_hooks import CALLED, CONFIG, FIELDS, OURS, OVERRIDDEN, RECORD, Hooks, 
 from vllm_sources import Sources, overlay, parameters
 
 CACHE = Path(__file__).parents[2] / ".cache" / "wheels"
-REASON = "no wheel of vLLM 0.33 in .cache/wheels or M3HAL_VLLM_WHEELS; `python scripts/vendor_wheels.py` fetches it"
+REASON = "no wheel of vLLM 0.33 in .cache/wheels; `python scripts/vendor_wheels.py` fetches it"
 
 
 def next_wheel() -> Path:
     """The wheel of 0.33; skips the test without it."""
-    folders = [Path(os.environ.get("M3HAL_VLLM_WHEELS") or CACHE), CACHE]
-    wheels = [wheel for folder in folders for wheel in sorted(folder.glob("vllm-0.33.*.whl"))]
+    wheels = sorted(CACHE.glob("vllm-0.33.*.whl"))
     return wheels[0] if wheels else pytest.skip(REASON)
 
 

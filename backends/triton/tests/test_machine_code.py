@@ -78,8 +78,8 @@ def fault(entry: dict) -> str | None:
 )
 def test_machine_code():
     """Every kernel at the model's real shapes on every target, by the record where it is not stale."""
-    seed = os.environ.get("M3HAL_MACHINE_CODE_SEED") or str(random.SystemRandom().randrange(10**6))
-    print(f"M3HAL_MACHINE_CODE_SEED={seed} samples the same kernels again")
+    seed = os.environ.get("MACHINE_CODE_SEED") or str(random.SystemRandom().randrange(10**6))
+    print(f"MACHINE_CODE_SEED={seed} samples the same kernels again")
     check(printed("--sample", str(SAMPLE), "--seed", seed, "--most", str(MOST)))
 
 
