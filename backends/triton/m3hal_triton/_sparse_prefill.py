@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._decode import factor, load_keys, load_rows, load_scales, natural
+from m3hal_triton._decode import factor, load_keys, load_rows, load_scales, natural, packed
 from m3hal_triton._softmax import LN_2, accumulate
 
 #: arguments whose values and addresses make no other kernel
@@ -279,16 +279,25 @@ def attend_block(
             total = tl.zeros((ROWS,), tl.float32)
             acc = tl.zeros((ROWS, DIM), tl.float32)
             table = block_table + request.to(tl.int64) * table_row
+            queries = packed(queries, DIM, ROWS, FORMAT)
             for low in range(0, BLOCK, KEYS):
                 part = block * BLOCK + low + tl.arange(0, KEYS)
                 there = part < seq_len
                 pages = tl.load(table + (part // PAGE) * table_slot, mask=there, other=0).to(tl.int64)
-                some_keys, some_values = _tiles(
-                    cache, keys, values, pages, group, part % PAGE, there, DIM, KEYS, FORMAT, COMPUTE, NATIVE
+                # in the order of the codes: triton 3.6 does not compile a loop that brings a tile to the elements'
+                at = part % PAGE
+                k_scales = load_scales(cache, keys, pages, group, at, there, DIM, FORMAT, False)
+                v_scales = load_scales(cache, values, pages, group, at, there, DIM, FORMAT, True)
+                some_keys = load_keys(
+                    cache, keys, pages, group, at, there, k_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE, False
+                )
+                some_values = load_rows(
+                    cache, values, pages, group, at, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE
                 )
                 scores = tl.dot(queries, some_keys, input_precision=PRECISION) * scale
                 scores = tl.where(part[None, :] <= (entry // IDS + shift)[:, None], scores, float("-inf"))
                 top, total, acc = accumulate(scores, some_values, top, total, acc, COMPUTE, PRECISION)
+            acc = natural(acc, DIM, ROWS, FORMAT)
         out_row = ((entry // IDS * GROUPS + group) * IDS + entry % IDS) * GROUP + row % GROUP
         to = partial + out_row[:, None] * DIM + dim[None, :]
         result = acc * (value_factor / total)[:, None]

@@ -97,10 +97,10 @@ def site(kind: str, dtype: str, format: str | None = None) -> Site:
     return next(site for site in shape.sites() if site.kind == kind)
 
 
-def batch(requests: int, q_len: int, seq_len: int) -> SeqMeta:
+def batch(requests: int, q_len: int, seq_len: int, page: int = 128) -> SeqMeta:
     """Equal requests over the first pages."""
     cu_q = torch.arange(requests + 1, dtype=torch.int32) * q_len
-    table = torch.zeros(requests, seq_len // 128, dtype=torch.int32)
+    table = torch.zeros(requests, seq_len // page, dtype=torch.int32)
     return SeqMeta(cu_q, torch.full((requests,), seq_len, dtype=torch.int32), table, q_len, seq_len)
 
 
@@ -112,9 +112,9 @@ def planned(kernel: object, meta: SeqMeta) -> object:
     return kernel.plan_batch(meta, torch.empty(kernel.plan_bytes, dtype=torch.uint8))
 
 
-def cache(format: str, heads: int, has_values: bool) -> PagedCache:
+def cache(format: str, heads: int, has_values: bool, page: int = 128) -> PagedCache:
     """Four pages, with the global scales that the format has."""
-    made = KVLayout(page_map(format, "hnd"), format, 128, heads, 128, has_values).empty(4)
+    made = KVLayout(page_map(format, "hnd"), format, page, heads, 128, has_values).empty(4)
     scaled = has_values and format in ("fp8_e4m3", "nvfp4")
     return PagedCache(made.buf, made.layout, torch.ones(()), torch.ones(())) if scaled else made
 
