@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from m3hal import ops
 from m3hal.dispatch import Bound, Impl, Kernel, Limit, M3halError
 from m3hal.shape import SITE_ATTRIBUTES, Site
 from m3hal_conformance.case import Case
 from m3hal_conformance.results import Result
 from m3hal_conformance.runner import Runner
+from m3hal_conformance.trees import tensors
 from m3hal_conformance.trial import Unsupported
 
-#: attributes that the inputs of a case follow, so that a probe at another value asks a real question
+#: attributes that may have another value by themselves, wherever a case follows it
 _PROBED = ("page_size", "top_k_blocks", "top_k_experts", "num_q_heads", "index_dim")
-#: inputs of these have a width of their own
-_FIXED = (("top_k_experts", "moe_experts"),)
 _CHECKS = ("oracle", "guards", "written")
 
 
@@ -44,8 +44,7 @@ def cover(runner: Runner, cases: Sequence[Case], results: Sequence[Result]) -> t
             attribute, value = probe.limit.attribute, probe.value
             if (case.operator, attribute, value) in met:
                 continue
-            follows = attribute in _PROBED and (attribute, case.operator) not in _FIXED
-            if follows and _sensible(case.site, attribute, value):
+            if attribute in _PROBED and _sensible(case.site, attribute, value) and _follows(case, attribute, value):
                 _ask(runner, case, impl, probe, notes, extra)
             elif probe.inside:
                 unasked.setdefault(case.operator, []).append(f"{attribute} = {value!r}")
@@ -107,12 +106,29 @@ def _sensible(site: Site, attribute: str, value: Any) -> bool:
     if not isinstance(value, int) or value < 1:
         return False
     if attribute == "num_q_heads":
-        return value % site.num_kv_heads == 0 and value <= 256
+        return site.num_kv_heads > 0 and value % site.num_kv_heads == 0 and value <= 256
     if attribute == "top_k_blocks":
         return value >= site.init_blocks + site.local_blocks and value <= 256
     if attribute == "top_k_experts":
         return value <= site.num_experts
     return value <= 1024
+
+
+def _follows(case: Case, attribute: str, value: Any) -> bool:
+    """Whether a case asks another question there: the definition takes the value, or it gives the inputs' shapes.
+
+    The ids of moe_experts have a width of their own: a probe of its top_k_experts would ask the same again.
+    """
+    definition, here = ops.load(case.operator), case.inputs()
+    try:
+        there = replace(case, site=replace(case.site, **{attribute: value})).inputs()
+    except (IndexError, RuntimeError, ValueError):  # inputs made for one value
+        return False
+    return attribute in definition.static_values(case.site) or _shapes(here) != _shapes(there)
+
+
+def _shapes(inputs: Any) -> list[tuple[str, tuple[int, ...]]]:
+    return [(path, tuple(tensor.shape)) for path, tensor in tensors(inputs)]
 
 
 def _works(runner: Runner, case: Case, impl: Impl) -> bool:
