@@ -1,4 +1,4 @@
-"""``m3hal conform`` and ``m3hal claim``: the part that needs torch. The command line's own files only parse."""
+"""``m3hal conform``: the part that needs torch. The command line's own file only parses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from pathlib import Path
 
 from m3hal import ops
 from m3hal._files import write_whole
-from m3hal.cli.output import emit
-from m3hal.dispatch import Policy, devices, levels
+from m3hal.dispatch import Policy, devices
 from m3hal.dispatch.devices import detect
-from m3hal.dispatch.discovery import discover
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
-from m3hal_conformance import jobs, reports, support_page
+from m3hal_conformance import jobs, reports
 from m3hal_conformance.case import DTYPES, Case
 from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.claim import make_claim
@@ -39,8 +37,6 @@ from m3hal_conformance.results import (
 )
 from m3hal_conformance.runner import Runner, default_threads
 from m3hal_conformance.suite import all_cases, select
-from m3hal_conformance.support import support
-from m3hal_conformance.verification import compare, is_whole, read, unedited, verify
 
 #: what a case may fail by without being asked it: its manifest, its factory, a whole layer
 _OTHER_CHECKS = ("manifest", "bind", "composed", "regret")
@@ -78,25 +74,6 @@ def conform(options: argparse.Namespace) -> int:
         print(f"note: the waiver of {waiver.case} ({waiver.issue}) is for {waiver.device!r}, which no known device is")
     _write(options, claim, everything)
     return exit_code(everything)
-
-
-def claims(options: argparse.Namespace) -> int:
-    """``m3hal claim verify F``: 0 it holds, 1 it is edited or stale, 3 this machine can't tell. The others, too."""
-    if options.action == "matrix":
-        backends = discover()
-        shipped = filter(is_whole, levels.shipped(backends))
-        found = support(backends, [*shipped, *map(unedited, options.files)])
-        emit(options, found.to_json(), support_page.terminal(found))
-        return 0
-    if options.action == "compare":
-        lines = compare(read(options.files[0]), read(options.files[1]))
-        emit(options, {"differences": lines}, "\n".join(lines) or "Both say the same.")
-        return 1 if lines else 0
-    findings = verify(read(options.files[0]))
-    text = "\n".join(f"{finding.state:8}{finding.sentence}" for finding in findings)
-    emit(options, {"findings": [vars(finding) for finding in findings]}, text)
-    states = {finding.state for finding in findings}
-    return 1 if "broken" in states else 3 if "unknown" in states else 0
 
 
 def _backend(name: str | None, device: str) -> str:

@@ -40,11 +40,13 @@ class Finding:
 def read(path: str | Path) -> dict[str, Any]:
     """A claim from its file. Raises ConfigurationError with a sentence when it is none."""
     try:
-        found = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be read as a claim: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} can't be read as a claim: {error}.") from error
     if not isinstance(found, dict) or "claim_version" not in found:
-        raise ConfigurationError(f"{path} is no claim; `m3hal conform --json {path}` writes one.")
+        raise ConfigurationError(f"{path} is no claim; `m3hal conform --json FILE` writes one.")
     if found["claim_version"] != CLAIM_VERSION:
         told = f"{path} has claim version {found['claim_version']!r}; this suite reads {CLAIM_VERSION}"
         raise ConfigurationError(f"{told}. Verify it with the suite that wrote it.")

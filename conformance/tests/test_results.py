@@ -212,8 +212,49 @@ def test_claim_of_an_absent_backend_is_unknown(claim, tmp_path, capsys):
     path = tmp_path / "claim.json"
     path.write_text(json.dumps(made))
     assert main(["claim", "verify", str(path), "--json"]) == 3
-    states = {finding["state"] for finding in json.loads(capsys.readouterr().out)["findings"]}
-    assert states == {"ok", "unknown"}
+    (told,) = json.loads(capsys.readouterr().out)["claims"]
+    assert (told["file"], told["state"]) == (str(path), "unknown")
+    assert {finding["state"] for finding in told["findings"]} == {"ok", "unknown"}
+
+
+def test_several_claims_are_verified_at_once(claim, tmp_path, capsys):
+    """A line for each file, those of a folder included; the exit code is the worst, and a stray file ends nothing."""
+
+    def written(name, **edits):
+        made = {**claim[0], **edits}
+        made["digest"] = digest(made) if edits != {"seed": 5} else made["digest"]
+        (tmp_path / name).write_text(json.dumps(made))
+        return str(tmp_path / name)
+
+    whole, absent, edited = written("b.json"), written("c.json", backend="acme"), written("a.json", seed=5)
+    stray = tmp_path / "d.json"
+    stray.write_text("{}")
+    (tmp_path / "notes.txt").write_text("no claim, and not asked")
+    assert main(["claim", "verify", whole, whole]) == 0
+    assert main(["claim", "verify", absent, whole]) == 3
+    assert main(["claim", "verify", edited, absent, whole]) == 1
+    capsys.readouterr()
+    assert main(["claim", "verify", str(tmp_path), whole]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["broken", "ok", "unknown", "refused"]
+    assert lines[0] == f"broken  {edited}: it was edited: its digest does not match"
+    assert lines[1] == f"ok      {whole}: it holds here"
+    assert "acme" in lines[2].partition(absent)[2]
+    assert lines[3] == f"refused {stray}: is no claim; `m3hal conform --json FILE` writes one."
+    assert main(["claim", "verify", str(tmp_path), "--json"]) == 2
+    states = [told["state"] for told in json.loads(capsys.readouterr().out)["claims"]]
+    assert states == ["broken", "ok", "unknown", "refused"]
+
+
+def test_a_folder_of_one_claim_and_of_none(claim, tmp_path, capsys):
+    """One claim is told in full wherever it lies; a folder without any is no pass."""
+    assert main(["claim", "verify", str(tmp_path)]) == 2
+    assert "holds no claim" in capsys.readouterr().err
+    (tmp_path / "one.json").write_text(json.dumps(claim[0]))
+    assert main(["claim", "verify", str(tmp_path)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 3
+    assert main(["claim", "verify"]) == 2
+    assert main(["claim", "compare", str(tmp_path / "one.json")]) == 2
 
 
 def test_edited_file_hashes_are_found(claim):

@@ -1,11 +1,12 @@
 """Re-checks claims that `m3hal conform --json FILE` wrote, and tabulates them.
 
     m3hal claim verify claim.json               its digest, the suite's cases, the installed files
+    m3hal claim verify claims/ other.json       of several, or of a folder's *.json, a line each
     m3hal claim compare before.json after.json  what differs
     m3hal claim matrix [claim.json ...]         what is proved where: device, operator, KV format
 
-verify exits with 0 when the claim holds here, 1 when it was edited or is stale, 3 when this machine lacks the backend
-and can't tell. compare exits with 1 when something differs. A file that is no claim of this suite's version gives 2.
+verify exits with 0 when every claim holds here, else with the worst of 3: this machine lacks the backend and can't
+tell, 1: edited or stale, 2: a file is no claim of this suite's version. compare exits with 1 when something differs.
 matrix takes the claims of installed backends and those of the files, as far as they are about what is installed.
 """
 
@@ -16,8 +17,9 @@ import argparse
 from m3hal.cli.conform import suite
 from m3hal.dispatch.errors import ConfigurationError
 
-HELP = "verify a claim, compare two, or tabulate what claims prove"
-_FILES = {"verify": 1, "compare": 2, "matrix": None}
+HELP = "verify claims, compare two, or tabulate what claims prove"
+#: action -> the fewest and the most files that it takes
+_FILES: dict[str, tuple[int, float]] = {"verify": (1, float("inf")), "compare": (2, 2), "matrix": (0, float("inf"))}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs one of them."""
-    wanted = _FILES[arguments.action]
-    if wanted is not None and len(arguments.files) != wanted:
-        named = len(arguments.files)
-        raise ConfigurationError(f"claim {arguments.action} takes {wanted} file{'s' * (wanted > 1)}, not {named}.")
-    code: int = suite("m3hal_conformance.command").claims(arguments)
+    fewest, most = _FILES[arguments.action]
+    named = len(arguments.files)
+    if not fewest <= named <= most:
+        wanted = "two files" if most == 2 else "at least one file or folder"
+        raise ConfigurationError(f"claim {arguments.action} takes {wanted}, not {named}.")
+    code: int = suite("m3hal_conformance.claims").claims(arguments)
     return code

@@ -1,0 +1,81 @@
+"""``m3hal claim``: verdicts on files of claims, what differs between two, and what several prove together."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from m3hal.cli.output import emit
+from m3hal.dispatch import levels
+from m3hal.dispatch.discovery import discover
+from m3hal.dispatch.errors import ConfigurationError
+from m3hal_conformance import support_page
+from m3hal_conformance.support import support
+from m3hal_conformance.verification import Finding, compare, is_whole, read, unedited, verify
+
+#: states from best to worst, each with its exit code; a refused file leaves unknown what it claims at all
+_CODES = {"ok": 0, "unknown": 3, "broken": 1, "refused": 2}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification found about a file; ``refused`` is no claim of this suite's version, with one finding."""
+
+    file: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def state(self) -> str:
+        return max((finding.state for finding in self.findings), key=list(_CODES).index)
+
+    @property
+    def line(self) -> str:
+        """The file's state, and the first of the findings that say why."""
+        why = [finding.sentence for finding in self.findings if finding.state == self.state]
+        told = "it holds here" if self.state == "ok" else why[0]
+        rest = f" (and {len(why) - 1} more)" if self.state != "ok" and len(why) > 1 else ""
+        return f"{self.state:8}{self.file}: {told}{rest}"
+
+
+def claims(options: argparse.Namespace) -> int:
+    """``m3hal claim ACTION FILE...``. The exit codes are those that the command line's own file promises."""
+    if options.action == "matrix":
+        backends = discover()
+        shipped = filter(is_whole, levels.shipped(backends))
+        found = support(backends, [*shipped, *map(unedited, files(options.files))])
+        emit(options, found.to_json(), support_page.terminal(found))
+        return 0
+    if options.action == "compare":
+        lines = compare(read(options.files[0]), read(options.files[1]))
+        emit(options, {"differences": lines}, "\n".join(lines) or "Both say the same.")
+        return 1 if lines else 0
+    named = files(options.files)
+    if len(named) == 1:
+        verdicts = [Verdict(named[0], tuple(verify(read(named[0]))))]
+        text = "\n".join(f"{finding.state:8}{finding.sentence}" for finding in verdicts[0].findings)
+    else:
+        verdicts = [_verdict(name) for name in named]
+        text = "\n".join(verdict.line for verdict in verdicts)
+    data = [{"file": v.file, "state": v.state, "findings": [vars(f) for f in v.findings]} for v in verdicts]
+    emit(options, {"claims": data}, text)
+    return _CODES[max((verdict.state for verdict in verdicts), key=list(_CODES).index)]
+
+
+def files(named: Sequence[str]) -> list[str]:
+    """The files, and in place of a folder its ``*.json``, each once. Raises ConfigurationError for a folder without."""
+    found: list[str] = []
+    for name in named:
+        inside = sorted(map(str, Path(name).glob("*.json"))) if Path(name).is_dir() else [name]
+        if not inside:
+            raise ConfigurationError(f"the folder {name} holds no claim: there is no *.json in it.")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def _verdict(name: str) -> Verdict:
+    try:
+        return Verdict(name, tuple(verify(read(name))))
+    except ConfigurationError as error:
+        return Verdict(name, (Finding("refused", str(error).removeprefix(f"{name} ")),))
