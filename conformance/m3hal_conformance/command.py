@@ -88,6 +88,15 @@ def _backend(name: str | None, device: str) -> str:
 
 def device_of(device: str | None) -> str:
     """``--device``, or this machine's first. Refuses what is no device, or is not here: no case fails for that."""
+    named = named_device(device)
+    if device is not None and not devices.is_present(named):
+        here = ", ".join(dict.fromkeys(found.device for found in detect()))
+        raise UnsupportedError(f"this machine has no {device}, so nothing can be asked there. It has: {here}.")
+    return named
+
+
+def named_device(device: str | None) -> str:
+    """The same, of any machine: refuses only what is no device."""
     if device is None:
         return detect()[0].device
     kind = devices.kind(devices.check(device))
@@ -95,9 +104,6 @@ def device_of(device: str | None) -> str:
         raise ConfigurationError(
             f"{device!r} is no device that torch tensors can be put on here; `m3hal devices` lists them."
         )
-    if not devices.is_present(device):
-        here = ", ".join(dict.fromkeys(found.device for found in detect()))
-        raise UnsupportedError(f"this machine has no {device}, so nothing can be asked there. It has: {here}.")
     return device
 
 

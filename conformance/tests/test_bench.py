@@ -53,6 +53,26 @@ def test_the_definitions_pass_their_rows(bench, name):
         assert found.errors or name == "msa"
 
 
+def test_rows_name_what_they_need(bench, monkeypatch):
+    """What is listed is what a row asks the plan for, traits included, when it is prepared."""
+    asked = set()
+    bound = bench.bound
+
+    def watched(operator, site, layout="hnd", require=()):
+        asked.update((operator, *require))
+        return bound(operator, site, layout, require)
+
+    monkeypatch.setattr(bench, "bound", watched)
+    for one in [one for name in operators() for one in list(rows(name, True))[:2]]:
+        asked.clear()
+        one.prepare(bench)
+        assert asked == set(one.needs), one
+    large = {f"{one.operator} {one.case}": one.needs for name in operators() for one in rows(name, False)}
+    assert large["route_topk gate, choice and order 1"] == ("linear", "route_topk", "moe_experts")
+    rounded = ("moe_experts", "activation_format=fp8_e4m3", "double_rounding=bfloat16")
+    assert large["moe_experts fp8 TP4 8192 fp8 activations"] == rounded
+
+
 def test_a_row_has_its_median_floor_share_and_ratio(bench):
     """The ratio is of the best rival to ours, whatever the order; the share is of the floor that ours reaches."""
     pause = {"m3hal": 2e-3, "slow": 4e-3, "fast": 1e-3}
@@ -180,9 +200,28 @@ def test_command(tmp_path, capsys):
     assert "has no such rows" in capsys.readouterr().err
 
 
+def test_rows_of_a_device_that_is_not_here_are_listed(monkeypatch, capsys):
+    """A GPU's rows, with what each needs; nothing is planned or measured, and --json says the same."""
+    monkeypatch.setattr("m3hal_conformance.bench.command.Bench", lambda *_: pytest.fail("it was planned"))
+    monkeypatch.setattr("m3hal.dispatch.devices.is_present", lambda device: device == "cpu")
+    options = ["bench", "--device", "cuda:sm_90", "--op", "msa", "--op", "msa", "--list"]
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    assert "prefill bf16 TP1 8192 @ 8K     select_blocks, sparse_attention" in printed
+    assert printed.endswith("6 rows of published sizes; measuring needs cuda:sm_90, which this machine lacks.\n")
+    assert main([*options, "--small", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["device"], told["is_here"], told["sizes"]) == ("cuda:sm_90", False, "small")
+    assert told["rows"][0]["case"] == "prefill bf16 TP1 256 @ 256"
+    assert main(["bench", "--device", "cpu", "--op", "rms_norm", "--list"]) == 0
+    assert capsys.readouterr().out.endswith("1 row of small sizes; measuring needs cpu.\n")
+
+
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
+        (["--device", "hpu:gaudi2", "--list"], 3, "bench has no clock for hpu:gaudi2"),
+        (["--device", "cuda", "--list"], 2, "needs its architecture"),
         (["--device", "cuda:sm_90"], 3, "this machine has no cuda:sm_90"),
         (["--device", "cpu", "--backend", "triton", "--op", "topk_blocks"], 3, "not on cpu"),
         (["--device", "cpu", "--op", "sparse_atention"], 2, "Did you mean 'sparse_attention'?"),

@@ -3,6 +3,7 @@
     m3hal bench --device cuda:sm_90 --peer vllm --out table.json --png shares.png
     m3hal bench --op sparse_attention --case "decode fp8"
     m3hal bench --device cpu                            small sizes, to try the command
+    m3hal bench --device cuda:sm_90 --list              its rows; nothing is measured, it need not be here
     m3hal bench --read table.json --png shares.png      an earlier table
 
 A row is the median of interleaved runs of every candidate, its outputs checked in the same run. The floor is the time

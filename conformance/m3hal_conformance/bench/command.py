@@ -16,18 +16,20 @@ import torch
 
 from m3hal._files import write_whole
 from m3hal.cli.output import emit
-from m3hal.dispatch import Policy
+from m3hal.dispatch import Policy, devices
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
+from m3hal.dispatch.table import table as cells
 from m3hal_conformance.bench import clock, table, vllm_peer
 from m3hal_conformance.bench.bench import Bench
 from m3hal_conformance.bench.rows import operators, rows
 from m3hal_conformance.bench.table import Measured
 from m3hal_conformance.bench.work import Row, Work, Wrong
 from m3hal_conformance.claim import environment
-from m3hal_conformance.command import check_writable, device_of
+from m3hal_conformance.command import check_writable, device_of, named_device
 from m3hal_conformance.trial import Unsupported
 
-PEERS = ("vllm",)
+#: kinds of devices whose time can be taken
+_CLOCKS = ("cpu", "cuda", "hip")
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -36,20 +38,16 @@ def bench(options: argparse.Namespace) -> int:
     check_writable(options, "out", "png")
     if options.read:
         return _read(options)
-    device = device_of(options.device)
+    device = named_device(options.device) if options.list else device_of(options.device)
+    if devices.kind(device) not in _CLOCKS:
+        raise UnsupportedError(f"bench has no clock for {device}; it measures on CPUs and on CUDA and ROCm GPUs.")
+    small = options.small or devices.kind(device) == "cpu"
+    picked = _picked(chosen, options.case, small)
+    if options.list:
+        return _list(options, picked, device, small)
     backend = options.backend or Policy.resolve().on(device).backend
     peer, absent = vllm_peer.find(options.peer) if options.peer else (None, "")
-    made = Bench(device, backend, peer, options.small or device.partition(":")[0] not in ("cuda", "hip"))
-    if made.device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"bench has no clock for {device}; it measures on CPUs and on CUDA and ROCm GPUs.")
-    known = [row for name in chosen for row in rows(name, made.small)]
-    picked = [row for row in known if all(part in row.case for part in options.case)]
-    if not picked:
-        raise ConfigurationError(f"no row's case contains {' and '.join(map(repr, options.case))}.")
-    if options.list:
-        emit(options, [{"operator": r.operator, "case": r.case} for r in picked],
-             "\n".join(f"{r.operator}  {r.case}" for r in picked))  # fmt: skip
-        return 0
+    made = Bench(device, backend, peer, small)
     ceilings = {} if options.check_only else clock.ceilings(made.device)
     runs = 0 if options.check_only else options.runs
     machine: dict[str, Any] = {"device": device, "backend": made.runner.backend, **environment(device)}
@@ -100,7 +98,29 @@ def _chosen(names: Sequence[str]) -> list[str]:
     for name in names:
         if name not in known:
             raise ConfigurationError(f"{name!r} has no rows.{did_you_mean(name, known)}")
-    return list(names) or known
+    return list(dict.fromkeys(names)) or known
+
+
+def _picked(chosen: Sequence[str], parts: Sequence[str], small: bool) -> list[Row]:
+    picked = [row for name in chosen for row in rows(name, small) if all(part in row.case for part in parts)]
+    if not picked:
+        raise ConfigurationError(f"no row's case contains {' and '.join(map(repr, parts))}.")
+    return picked
+
+
+def _list(options: argparse.Namespace, picked: Sequence[Row], device: str, small: bool) -> int:
+    """The rows of a device, which need not be here, and what a backend must serve for each."""
+    here = devices.is_present(device)
+    needed = device if here else f"{device}, which this machine lacks"
+    lines = cells(("operator", "case", "needs"), [(row.operator, row.case, ", ".join(row.needs)) for row in picked])
+    sizes = "small" if small else "published"
+    listed = [{"operator": row.operator, "case": row.case, "needs": row.needs} for row in picked]
+    emit(
+        options,
+        {"device": device, "is_here": here, "sizes": sizes, "rows": listed},
+        f"{lines}\n\n{len(picked)} row{'s' * (len(picked) > 1)} of {sizes} sizes; measuring needs {needed}.",
+    )
+    return 0
 
 
 def _measured(

@@ -67,8 +67,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. operator: what ``--op`` names. case: the rest of its title. prepare: makes the work."""
+    """A line of the table. operator: what ``--op`` names. case: the rest of its title. prepare: makes the work.
+
+    needs: the operators that a backend must serve for it, with the traits that they are asked for; its own when empty.
+    """
 
     operator: str
     case: str
     prepare: Callable[[Bench], Work]
+    needs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", self.needs or (self.operator,))

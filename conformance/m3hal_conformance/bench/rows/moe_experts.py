@@ -40,7 +40,8 @@ def rows(small: bool) -> Iterator[Row]:
             for tokens in (5,) if small else [count for kind, count in SKEWED if kind == format]:
                 yield Row("moe_experts", f"{name} {tokens} skewed", partial(made, tokens, skew=1.0))
             if format == "fp8_e4m3" and not small:
-                yield Row("moe_experts", f"{name} 8192 fp8 activations", partial(made, 8192, require=ROUNDED))
+                rounded = partial(made, 8192, require=ROUNDED)
+                yield Row("moe_experts", f"{name} 8192 fp8 activations", rounded, ("moe_experts", *ROUNDED))
 
 
 def _experts(

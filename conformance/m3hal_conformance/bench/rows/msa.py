@@ -13,6 +13,7 @@ from m3hal_conformance.bench.rows import FORMATS, RANKS, kilo
 from m3hal_conformance.bench.rows.select_blocks import chained, missed
 from m3hal_conformance.bench.rows.sparse_attention import off
 
+NEEDS = ("select_blocks", "sparse_attention")
 #: (format of both caches, ranks, requests)
 HOST = (("bfloat16", 1, 1), ("bfloat16", 1, 64), ("fp8_e4m3", 1, 8), ("bfloat16", 4, 8))
 
@@ -20,10 +21,10 @@ HOST = (("bfloat16", 1, 1), ("bfloat16", 1, 64), ("fp8_e4m3", 1, 8), ("bfloat16"
 def rows(small: bool) -> Iterator[Row]:
     for ranks in RANKS:
         tokens = 256 if small else 8192
-        yield Row("msa", f"prefill bf16 TP{ranks} {tokens} @ {kilo(tokens)}", partial(_prefill, ranks, tokens))
+        yield Row("msa", f"prefill bf16 TP{ranks} {tokens} @ {kilo(tokens)}", partial(_prefill, ranks, tokens), NEEDS)
     for format, ranks, requests in HOST:
         case = f"host time decode {FORMATS[format]} TP{ranks} B{requests}"
-        yield Row("msa", case, partial(_host, format, ranks, requests))
+        yield Row("msa", case, partial(_host, format, ranks, requests), NEEDS)
 
 
 def _prefill(ranks: int, tokens: int, bench: Bench) -> Work:

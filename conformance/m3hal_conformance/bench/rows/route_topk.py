@@ -18,9 +18,10 @@ TOKENS = (1, 8, 64, 512, 8192)
 def rows(small: bool) -> Iterator[Row]:
     for tokens in (5,) if small else TOKENS:
         yield Row("route_topk", f"{tokens}", partial(_route, False, tokens))
-        yield Row("route_topk", f"gate and choice {tokens}", partial(_route, True, tokens))
+        yield Row("route_topk", f"gate and choice {tokens}", partial(_route, True, tokens), ("linear", "route_topk"))
         if not small:
-            yield Row("route_topk", f"gate, choice and order {tokens}", partial(_ordered, tokens))
+            needs = ("linear", "route_topk", "moe_experts")
+            yield Row("route_topk", f"gate, choice and order {tokens}", partial(_ordered, tokens), needs)
 
 
 def _ordered(tokens: int, bench: Bench) -> Work:
