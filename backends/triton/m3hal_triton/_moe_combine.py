@@ -5,9 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._encode import e4m3
 from m3hal_triton._moe_gemm import activated
-from m3hal_triton.quantize import magnitude
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -94,29 +92,3 @@ def combine(
         total += tl.load(shared + token * width + column, mask=inside, other=0.0).to(tl.float32)
     at = out + token * out_strides[0] + column * out_strides[1]
     tl.store(at, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def round_rows(x, x_strides, codes, factor, given, width, COLUMNS: tl.constexpr, NATIVE: tl.constexpr):
-    """E4M3 codes [rows, width] of x, and each row's scale: the one that is given, or its largest number over 448, or 1.
-
-    The quotient of a division, by a reciprocal for the row and a correction for each number.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    at = x + row * x_strides[0] + column * x_strides[1]
-    number = tl.load(at, mask=column < width, other=0.0).to(tl.float32)
-    largest = tl.max(magnitude(number), 0).to(tl.float32, bitcast=True)
-    if given is None:
-        scale = tl.div_rn(largest, 448.0)
-        scale = tl.where(scale == 0.0, 1.0, scale)
-    else:
-        scale = tl.load(given)
-    tl.store(factor + row, scale)
-    lift = tl.where(largest < 2.0**-60, 2.0**60, 1.0)  # a reciprocal stays in range
-    number, scale = number * lift, scale * lift
-    inverse = tl.div_rn(1.0, scale)
-    ratio = number * inverse
-    exact = tl.fma(tl.fma(-ratio, scale, number), inverse, ratio)
-    code = e4m3(tl.where(largest < float("inf"), exact, ratio), NATIVE)
-    tl.store(codes + row * width + column, code.to(tl.uint8), mask=column < width)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from m3hal.formats import PLAIN_FORMATS, ROW, QSpec, QTensor
+from m3hal.formats import PLAIN_FORMATS, QSpec, QTensor
 from m3hal.ops import load
 from m3hal.shape import Site
 from m3hal_triton._gate import gate
@@ -62,12 +62,9 @@ def _linear(
         return result
     scale_x = None
     if narrow and isinstance(weight, QTensor):
-        spec = QSpec("fp8_e4m3", ROW)
-        rounded = QTensor(
-            x.new_empty(x.shape, dtype=torch.uint8), spec, x.new_empty(len(x), dtype=torch.float32)[:, None]
-        )
-        quantize_rows(x, rounded)
-        x, scale_x = rounded.data.view(torch.float8_e4m3fn), rounded.scale
+        codes, scale_x = x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
+        quantize_rows(x, codes, scale_x)
+        x = codes
     _launch(x, scale_x, weight, result, STEADY if steady else None)
     return result
 

@@ -25,7 +25,6 @@ from m3hal_triton import _moe_weights as packing
 from m3hal_triton._launch import (
     DOT_PRECISION,
     after,
-    converts,
     is_hopper,
     multiprocessors,
     power_of_two_above,
@@ -34,6 +33,7 @@ from m3hal_triton._launch import (
 from m3hal_triton._moe_tuning import FIXED, NARROW, Ladder, Tile, Tuning, ladder_of
 from m3hal_triton._moe_weights import Matrix, Packed
 from m3hal_triton._workspace import Memory, Room
+from m3hal_triton.quantize import quantize_rows
 
 #: columns of one program of the sum, and of four of the activation
 COLUMNS = 2048
@@ -250,12 +250,13 @@ class _Run:
             return self._few(batch, experts, memory, weights, result)
         self._begin(batch, memory, positions)
         if self._rounds:
-            _round_rows(x, batch.given, batch.x_factor, experts.x_scale)
+            assert batch.x_factor is not None
+            quantize_rows(x, batch.given, batch.x_factor, experts.x_scale)
         self._up(batch, experts.w13, positions if lora is not None else None, lora, memory)
         if self._rounds:
             factor = memory.take("hidden_factor", torch.float32, -1)
             codes = memory.take("hidden_codes", torch.float8_e4m3fn, len(batch.hidden), -1)
-            _round_rows(batch.hidden, codes, factor, experts.hidden_scale)
+            quantize_rows(batch.hidden, codes, factor, experts.hidden_scale)
             batch = replace(batch, hidden=codes, hidden_factor=factor)
         self._down(batch, experts.w2)
         if lora is not None:
@@ -503,17 +504,6 @@ class _Run:
             low, b, b.stride(), lora.scales, lora.scales.stride(0), *whose, order, sums, b.shape[2], height, rank,
             **same, ROWS=LORA_ROWS,
         )  # fmt: skip
-
-
-def _round_rows(
-    rows: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None, scale: torch.Tensor | None
-) -> None:
-    """E4M3 codes of rows and their scales, or the one scale of a checkpoint's. Rows of no token hold what they held."""
-    columns = power_of_two_above(rows.shape[1])
-    ends.round_rows[(len(rows),)](
-        rows, rows.stride(), codes.view(torch.uint8), factor, scale, rows.shape[1],
-        COLUMNS=columns, NATIVE=converts(rows.device), num_warps=max(1, min(8, columns // 512)),
-    )  # fmt: skip
 
 
 def _is_packed(format: str) -> bool:

@@ -35,7 +35,9 @@ def _quantize(format: str, x: torch.Tensor, out: QTensor | None = None) -> QTens
         if format in PLAIN_FORMATS:
             _launch(_plain, COLUMNS, x, result.data)
         elif format.startswith("fp8"):
-            quantize_rows(x, result, 240 if format.endswith("240") else 448)
+            assert result.scale is not None
+            rows, codes, scales = (t.flatten(0, -2) if t.ndim != 2 else t for t in (x, result.data, result.scale))
+            quantize_rows(rows, codes, scales, maximum=240 if format.endswith("240") else 448)
         else:
             assert result.scale is not None
             native = format == "mxfp8" and converts(x.device)
@@ -43,16 +45,19 @@ def _quantize(format: str, x: torch.Tensor, out: QTensor | None = None) -> QTens
     return result
 
 
-def quantize_rows(x: torch.Tensor, out: QTensor, maximum: int = 448) -> None:
-    """x [..., n] to FP8 codes and one fp32 scale for each row."""
-    assert out.scale is not None
-    width = x.shape[-1]
-    rows, data, scale = (t.flatten(0, -2) if t.ndim != 2 else t for t in (x, out.data.view(torch.uint8), out.scale))
+def quantize_rows(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, given: torch.Tensor | None = None, maximum: int = 448
+) -> None:
+    """x [R, n] to FP8 codes [R, n] and an fp32 scale for each row, [R] or [R, 1].
+
+    given: the one scale of all rows; None: each row's own, of its largest number.
+    """
+    width = x.shape[1]
     columns = min(power_of_two_above(width), WIDEST)
-    _whole_rows[(len(rows),)](
-        rows, data, scale, rows.stride(), data.stride(), scale.stride(0), width,
+    _whole_rows[(len(x),)](
+        x, codes.view(torch.uint8), scales, given, x.stride(), codes.stride(), scales.stride(0), width,
         MAXIMUM=maximum, COLUMNS=columns, NATIVE=maximum == 448 and converts(x.device),
-        num_warps=max(1, min(16, columns // 512)),
+        num_warps=max(1, min(8, columns // 512)),
     )  # fmt: skip
 
 
@@ -83,7 +88,7 @@ def magnitude(x):
 
 @triton.jit
 def _whole_rows(
-    x, data, scales, x_strides, data_strides, scale_stride, width,
+    x, data, scales, given, x_strides, data_strides, scale_stride, width,
     MAXIMUM: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -91,28 +96,41 @@ def _whole_rows(
     data += row * data_strides[0]
     column = tl.arange(0, COLUMNS)
     number = tl.load(x + column * x_strides[1], mask=column < width, other=0.0).to(tl.float32)
-    largest = magnitude(number)
+    most = magnitude(number)
     for first in range(COLUMNS, width, COLUMNS):
         at = first + column
         more = tl.load(x + at * x_strides[1], mask=at < width, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, magnitude(more))
-    scale = tl.div_rn(tl.max(largest, 0).to(tl.float32, bitcast=True), MAXIMUM + 0.0)
-    scale = tl.where(scale == 0.0, 1.0, scale)
+        most = tl.maximum(most, magnitude(more))
+    largest = tl.max(most, 0).to(tl.float32, bitcast=True)
+    if given is None:
+        scale = tl.div_rn(largest, MAXIMUM + 0.0)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+    else:
+        scale = tl.load(given).to(tl.float32)
     tl.store(scales + row * scale_stride, scale)
-    tl.store(data + column * data_strides[1], _scaled(number, scale, MAXIMUM, NATIVE), mask=column < width)
+    lift = tl.where(largest < 2.0**-60, 2.0**60, 1.0)  # a reciprocal stays in range
+    scale *= lift
+    inverse = tl.div_rn(1.0, scale)
+    usual = largest * lift * inverse < float("inf")
+    code = _ratio(number * lift, scale, inverse, usual, MAXIMUM, NATIVE)
+    tl.store(data + column * data_strides[1], code, mask=column < width)
     for first in range(COLUMNS, width, COLUMNS):
         at = first + column
         more = tl.load(x + at * x_strides[1], mask=at < width, other=0.0).to(tl.float32)
-        tl.store(data + at * data_strides[1], _scaled(more, scale, MAXIMUM, NATIVE), mask=at < width)
+        code = _ratio(more * lift, scale, inverse, usual, MAXIMUM, NATIVE)
+        tl.store(data + at * data_strides[1], code, mask=at < width)
 
 
 @triton.jit
-def _scaled(number, scale, MAXIMUM: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes of number / scale."""
-    number = tl.div_rn(number, scale)
+def _ratio(number, scale, inverse, usual, MAXIMUM: tl.constexpr, NATIVE: tl.constexpr):
+    """Bytes of the codes of number / scale, as a division rounds it: a product with the reciprocal, corrected by what
+    that leaves. usual: whether the row's largest quotient is finite, and its scale; else corrections are NaN."""
+    ratio = number * inverse
+    exact = tl.fma(-tl.fma(ratio, scale, -number), inverse, ratio)  # so that -0 keeps its sign
+    ratio = tl.where(usual, exact, ratio)
     if MAXIMUM != 448:  # comparisons with NaN are false, so a NaN stays
-        number = tl.where(number > MAXIMUM, MAXIMUM, tl.where(number < -MAXIMUM, -MAXIMUM, number))
-    return e4m3(number, NATIVE).to(tl.uint8)
+        ratio = tl.where(ratio > MAXIMUM, MAXIMUM, tl.where(ratio < -MAXIMUM, -MAXIMUM, ratio))
+    return e4m3(ratio, NATIVE).to(tl.uint8)
 
 
 @triton.jit

@@ -59,6 +59,36 @@ def test_quantize(dtype, format, view):
     assert _equal(ours.scale, exact.scale)
 
 
+def _codes(x, format):
+    """Ours and the definition's."""
+    site = replace(sparse_site(x.dtype), activation_format=format)
+    return quantize(site)(x).data.view(torch.uint8), load("quantize").reference(x, activation_format=format).data
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e4m3_240"])
+def test_between_two_codes(format):
+    """fp32 numbers in the middle of two codes and next to it, under scales of all sizes: the codes of a division."""
+    maximum = 240 if format.endswith("240") else 448
+    code = formats.e4m3.decode(torch.arange(127, dtype=torch.uint8), maximum)
+    middle = ((code[1:] + code[:-1]) / 2)[code[1:] <= maximum]
+    largest = torch.rand(40, 1) * torch.exp2(torch.linspace(-140, 127, 40)[:, None])
+    middle = (middle * (largest / maximum)).view(torch.int32)
+    beside = [(middle + step).clamp(min=0).view(torch.float32) for step in (-2, -1, 0, 1, 2)]
+    x = torch.cat([largest, *beside, *(-t for t in beside)], 1).clamp(-largest, largest)
+    ours, exact = _codes(x.to(DEVICE), format)
+    assert torch.equal(ours, exact.view(torch.uint8))
+
+
+def test_every_bf16_number():
+    """All that are finite, under the scales of some of them."""
+    numbers = torch.arange(-0x8000, 0x8000, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for largest in (3.3e38, 1.3, 3e-30):
+        x = torch.where(numbers.abs() <= largest, numbers, 0.0).view(16, -1)
+        x = torch.cat([torch.full((16, 1), largest, dtype=x.dtype), x], 1)
+        ours, exact = _codes(x.to(DEVICE), "fp8_e4m3")
+        assert torch.equal(ours, exact.view(torch.uint8))
+
+
 @DTYPES
 @pytest.mark.parametrize("format", FORMATS)
 def test_dequantize(dtype, format):
