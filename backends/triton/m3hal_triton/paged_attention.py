@@ -112,7 +112,8 @@ class _Run:
         tile = self._tile if self._fixed else min(triton.next_power_of_2(max(meta.max_q, 1)), self._tile)
         tile = power_of_two_below(tile)
         chunks = triton.cdiv(max(meta.max_q, 1), tile)
-        programs = requests * chunks * site.num_kv_heads
+        # parts are of all tokens, those of no request too
+        programs = max(requests * chunks, triton.cdiv(q.shape[0], tile)) * site.num_kv_heads
         splits = min(power_of_two_below(min(2 * multiprocessors(q.device), MAX_SPLIT_PROGRAMS) // programs), MAX_SPLITS)
         splits = 1 if self._fixed else splits
         early = splits > 1 and programmatic(q.device)
@@ -120,7 +121,8 @@ class _Run:
         rows = q.shape[0] * site.num_q_heads * splits if splits > 1 else 0
         partials, partial_lse = words[: rows * site.head_dim], words[rows * site.head_dim :]
         padded = max(MIN_ROWS, triton.next_power_of_2(tile * self._group))
-        attend_dense[(splits, site.num_kv_heads, requests * chunks)](
+        # the first axis is the long one: a prompt beside many decodes is more than the others take
+        attend_dense[(requests * chunks, site.num_kv_heads, splits)](
             q, _pages.memory(kv), _pages.keys(kv), _pages.values(kv), kv.k_scale, kv.v_scale,
             meta.cu_q, meta.seq_lens, meta.block_table, partials, partial_lse, output, lse,
             site.scale * LOG2_E, q.shape[0], requests, chunks,
@@ -196,9 +198,9 @@ def attend_dense(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     SMALL: tl.constexpr = ROWS < 64
-    split = tl.program_id(0)
+    work = tl.program_id(0)
     group = tl.program_id(1)
-    work = tl.program_id(2)
+    split = tl.program_id(2)
     request = work // chunks
     first = tl.load(cu_q + request) + work % chunks * QT
     last = tl.load(cu_q + request + 1)
@@ -210,7 +212,7 @@ def attend_dense(
     if split == 0 and SPLITS == 1:
         loose = tl.load(cu_q + requests) + work
         clear_loose(
-            loose, tokens, tl.num_programs(2), head, dim, row < GROUP, out, lse, out_strides, lse_token, lse_head,
+            loose, tokens, tl.num_programs(0), head, dim, row < GROUP, out, lse, out_strides, lse_token, lse_head,
             ROWS, DIM, LSE,
         )  # fmt: skip
     if first >= last:

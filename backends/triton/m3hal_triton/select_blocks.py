@@ -28,7 +28,7 @@ from m3hal_triton._launch import (
 )
 from m3hal_triton._plan import BatchPlan, Kept, plan_batch, plan_bytes
 from m3hal_triton._score import hide_unseen, score_few, score_few_by_warps, score_many
-from m3hal_triton.topk_blocks import launch_topk
+from m3hal_triton.topk_blocks import MOST_TOKENS, launch_topk
 
 #: query tokens of a request up to which all of them are rows of one tile
 FEW_TOKENS = 8
@@ -329,7 +329,7 @@ class _Select(_Indexer):
             known = self in batch.calls  # else the next launch is another: the plan is complete then
             batch.keep(self, workspace, _key(index_q, index_cache, out) if known else None, launches)
             return out
-        at_once = scratch.numel() // (heads * blocks)
+        at_once = min(scratch.numel() // (heads * blocks), MOST_TOKENS)
         for low in range(0, tokens, at_once):
             high = min(low + at_once, tokens)
             scores = scratch[: (high - low) * heads * blocks].view(high - low, heads, blocks)

@@ -17,6 +17,8 @@ from m3hal_triton._launch import Launch, Launcher, Settings, after, converts, po
 SCORES_PER_WARP = 512
 #: that a program ranks at least, so that few widths make a kernel of their own
 MIN_SCORES = 64
+#: tokens of a launch, at most: what a grid's second axis takes
+MOST_TOKENS = 65535
 
 
 def topk_blocks(site: Site) -> partial[torch.Tensor]:
@@ -33,7 +35,9 @@ def _topk(
     site: Site, scores: torch.Tensor, visible_blocks: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = load("topk_blocks").fake(scores, visible_blocks, top_k_blocks=site.top_k_blocks) if out is None else out
-    launch_topk(site, scores, scores.shape[-1], scores.stride(), visible_blocks, 1, out)
+    for low in range(0, len(out), MOST_TOKENS):
+        some = slice(low, low + MOST_TOKENS)
+        launch_topk(site, scores[some], scores.shape[-1], scores.stride(), visible_blocks[some], 1, out[some])
     return out
 
 
