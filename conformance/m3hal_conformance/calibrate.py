@@ -82,8 +82,10 @@ _TOGETHER: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]] = {
             for rule in ("ceil", "floor", "even")
         ),
         *({"activation_format": "nvfp4", "nvfp4_quantizer": how} for how in ("reciprocal", "token_global")),
+        {"activation_format": "fp8_e4m3", "mma_accum": "float22"},
     ),
     _EXPERTS: (
+        {"activation_format": "fp8_e4m3", "double_rounding": "bfloat16", "mma_accum": "float22"},
         *(
             {"activation_format": routed, "shared_activation_format": shared}
             for routed, shared in (*((f, f) for f in _STORED), ("nvfp4", "mxfp8"), ("mxfp4", "mxfp8"))
@@ -174,10 +176,12 @@ def _scores(operator: Operator, case: Case, found: Named, wanted: Named) -> list
 def _measured(case: Case, seed: int, traits: Mapping[str, str]) -> list[tuple[str, str, float]]:
     """What :func:`measure` gives; nothing where the case leaves no room for the traits.
 
-    Traits are measured in the small cases, in one page map of each format: page maps move bytes only.
+    Traits are measured in the small cases, in one page map of each format: page maps move bytes only. What a unit cuts
+    off grows with the length of its sums, so that is measured in real sizes too.
     """
     operator = ops.load(case.operator)
-    if traits and (case.layout in ("nhd", "planar") or not case.quick):
+    is_long = case.input_class == "real" and traits.get("mma_accum") == "float22"
+    if traits and (case.layout in ("nhd", "planar") or not (case.quick or is_long)):
         return []
     try:
         if dict(traits) != oracles.concerning(operator, case.site, _known(case, seed)[0], traits):

@@ -28,6 +28,10 @@ from m3hal.shape import Site
 LOG2_E = math.log2(math.e)
 #: elements of one step of a matrix unit, and keys of one tile of attention
 MMA_K, TILE = 32, 64
+#: significant bits of a float22
+SHORT = 14
+#: products that are looked at one by one
+AT_ONCE = 1 << 20
 
 Traits = Mapping[str, str]
 
@@ -77,12 +81,39 @@ def _numbers(weight: Tensor | QTensor) -> Tensor:
 
 def _matmul(x: Tensor, weight: Tensor, traits: Traits) -> Tensor:
     """x @ weight^T, accumulated over steps of K; fp32, or what ``mma_accum`` says."""
-    dtype = getattr(torch, traits.get("mma_accum", "float32"))
-    total = torch.zeros(x.shape[0], weight.shape[0], dtype=dtype)
+    total = torch.zeros(x.shape[0], weight.shape[0])
     for start in range(0, x.shape[1], MMA_K):
-        part = x[:, start : start + MMA_K].float() @ weight[:, start : start + MMA_K].float().T
-        total = (total.float() + part).to(dtype)
-    return total.float()
+        left, right = (t[:, start : start + MMA_K].float() for t in (x, weight))
+        if traits.get("mma_accum") == "float22":
+            pieces = 1 + len(left) * right.numel() // AT_ONCE
+            rows = zip(total.chunk(pieces), left.chunk(pieces), strict=True)
+            total = torch.cat([_step(*some, right) for some in rows])
+        else:
+            total = _kept(total + left @ right.T, traits)
+    return total
+
+
+def _step(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right^T as Hopper's unit adds FP8 products up: each cut off where the largest addend ends."""
+    addends = torch.cat([left[:, None].double() * right, total[..., None].double()], -1)
+    return _short(_aligned(addends).sum(-1)).float()
+
+
+def _kept(sums: Tensor, traits: Traits) -> Tensor:
+    """What an accumulator keeps of fp32 sums."""
+    kind = traits.get("mma_accum", "float32")
+    return _short(sums) if kind == "float22" else sums.to(getattr(torch, kind)).float()
+
+
+def _short(sums: Tensor) -> Tensor:
+    return _aligned(sums[..., None])[..., 0]
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Numbers [.., n] cut off, not rounded, at the last bit of a float22 of the size of their row's largest."""
+    size = rows.double().abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1, keepdim=True)
+    unit = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent - SHORT)
+    return (torch.trunc(rows / unit) * unit).to(rows.dtype)
 
 
 def rope_partial(site: Site, traits: Traits, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -175,8 +206,7 @@ def _accumulate(start: Tensor, product: str, left: Tensor, right: Tensor, traits
         tainted = torch.einsum(product, (left > 0).float(), broken.float()) > 0
         clean = torch.einsum(product, left, right.masked_fill(broken, 0.0))
         return start + clean.masked_fill(tainted, math.nan)
-    dtype = getattr(torch, traits.get("mma_accum", "float32"))
-    return (start + torch.einsum(product, left, right)).to(dtype).float()
+    return _kept(start + torch.einsum(product, left, right), traits)
 
 
 def _round_p(p: Tensor, traits: Traits) -> Tensor:

@@ -61,6 +61,12 @@ DECLARED = [
         {"activation_format": "nvfp4", "shared_activation_format": "nvfp4"},
         {"shared_activation_format": "nvfp4"},
     ),
+    (
+        "moe_experts",
+        "fp8_e4m3_experts/bfloat16",
+        {"activation_format": "fp8_e4m3", "mma_accum": "float22"},
+        {"mma_accum": "float22"},
+    ),
     ("moe_experts", "lora_mxfp8_experts/bfloat16", {"activation_format": "mxfp8"}, {"combine_dtype": "bfloat16"}),
     ("sparse_attention", "decode/bfloat16", {"q_dtype": "e4m3"}, {"p_dtype": "e4m3x448"}),
     ("sparse_attention", "nvfp4_decode/bfloat16-planar", {"kv_dequant_round": "e4m3"}, {"q_dtype": "e4m3"}),

@@ -12,7 +12,12 @@ from m3hal.ops._operator import Trait
 EXACT: Mapping[str, str] = {}
 
 BATCH_INVARIANT = Trait("batch_invariant", ("no", "yes"), False, "a row's bits do not depend on the rest of the batch")
-MMA_ACCUM = Trait("mma_accum", ("float32", "float16", "bfloat16"), False, "accumulator of the matrix products")
+MMA_ACCUM = Trait(
+    "mma_accum",
+    ("float32", "float22", "float16", "bfloat16"),
+    False,
+    "accumulator of the matrix products; float22: fp32 without its last ten bits, as Hopper's unit sums FP8 products",
+)
 ROPE_TABLE = Trait("rope_table", ("float32", "bfloat16"), True, "what cos and sin are rounded to before the rotation")
 P_DTYPE = Trait(
     "p_dtype",

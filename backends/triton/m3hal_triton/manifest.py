@@ -57,6 +57,7 @@ _GROUPED = (
     "quantize.py",
 )
 _BLACKWELL = ("cuda:sm_100", "cuda:sm_103")
+_FP8_BY_BF16 = {"activation_format": "fp8_e4m3", "double_rounding": "bfloat16"}
 _PRODUCT = ("_gate.py", "_parts.py", "_stored.py", "_launch.py", "_encode.py", "quantize.py")
 
 
@@ -200,7 +201,11 @@ MANIFEST = Manifest(
             _rounding_experts(
                 "moe_experts:fp8_activations",
                 ("fp8_e4m3",),
-                {"activation_format": "fp8_e4m3", "double_rounding": "bfloat16"},
+                _FP8_BY_BF16 | {"mma_accum": "float22"},
+                devices=("cuda:sm_90",),
+            ),
+            _rounding_experts(
+                "moe_experts:fp8_activations", ("fp8_e4m3",), _FP8_BY_BF16, devices=(*_BLACKWELL, "hip:gfx950")
             ),
             _scaled_experts("mxfp8", "mxfp4", "mxfp8", devices=(*_BLACKWELL, "hip:gfx950")),
             _scaled_experts("mxfp4", "mxfp4", devices=(*_BLACKWELL, "hip:gfx950")),
