@@ -18,7 +18,7 @@ from m3hal.layouts import PagedCache
 from m3hal.shape import Site
 from m3hal_triton import _pages
 from m3hal_triton._decode import factor, load_keys, load_rows, native
-from m3hal_triton._launch import LOG2_E, is_hopper
+from m3hal_triton._launch import LOG2_E, common_power_of_two, is_hopper
 from m3hal_triton._plan import BatchPlan
 from m3hal_triton._softmax import finish
 
@@ -302,7 +302,7 @@ class Walk:
             DIM=site.head_dim,
             BLOCK=site.block_size,
             PAGE=site.page_size,
-            KEYS=min(tuning.keys, site.block_size),
+            KEYS=min(tuning.keys, common_power_of_two(site.block_size)),
             MOST=MOST,
             FORMAT=site.kv_format,
             COMPUTE=tl.bfloat16,

@@ -200,7 +200,8 @@ class _Run:
             return
         whole, split, verify = self._tuning
         programs = min(split.programs * multiprocessors(q.device), MAX_SPLIT_PROGRAMS)
-        room = programs // (tiles * site.num_kv_heads)
+        # parts are of all tokens, those of no request too
+        room = programs // (max(tiles, -(-tokens // tile)) * site.num_kv_heads)
         tuning = verify if tile > 1 else split if room > 1 else whole
         steps = site.top_k_blocks * site.block_size // tuning.keys
         splits = min(power_of_two_below(room), power_of_two_below(steps), MAX_SPLITS)
@@ -425,7 +426,8 @@ class _Run:
         partials = room[:split].view(q.dtype)
         partial_lse = room[split : split + 4 * rows].view(torch.float32)
         local = index * sort.piece
-        whole = not self._narrow and site.page_size >= site.block_size
+        even = site.block_size == common_power_of_two(site.block_size)  # as a tile's side must be
+        whole = not self._narrow and even and site.page_size >= site.block_size
         prefill.attend_block[(sort.max_items,)](
             q,
             _pages.memory(kv),

@@ -46,9 +46,9 @@ def test_ragged_batch(dtype, layout):
 
 
 @DTYPES
-@pytest.mark.parametrize(("group", "page", "block"), [(3, 32, 16), (1, 16, 32)])
+@pytest.mark.parametrize(("group", "page", "block"), [(3, 32, 16), (1, 16, 32), (2, 96, 48)])
 def test_groups_and_pages(dtype, group, page, block):
-    """Group sizes off the matrix tile; a page of several blocks and a block of several pages."""
+    """Group sizes off the matrix tile; pages of several blocks, blocks of several pages and of no power of two."""
     site = sparse_site(dtype, num_q_heads=2 * group, page_size=page, block_size=block, return_lse=True)
     _check(site, Batch(site, [(10, 70)], dtype, strided=True))
 
@@ -99,7 +99,7 @@ def walked(monkeypatch):
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3"])
-@pytest.mark.parametrize(("page", "block", "group"), [(16, 16, 2), (64, 16, 4), (32, 32, 8)])
+@pytest.mark.parametrize(("page", "block", "group"), [(16, 16, 2), (64, 16, 4), (32, 32, 8), (96, 96, 2)])
 def test_units_that_walk_beside_others(walked, monkeypatch, page, block, group, format):
     """Tiles of one request, with their own edges and starts off a block, walk; tiles of two requests don't."""
     monkeypatch.setitem(union.WALKS, format, union.Tuning(price=3))
