@@ -320,7 +320,8 @@ class _Select(_Indexer):
         tokens, heads = index_q.shape[0], self._heads
         blocks = max(-(-meta.max_k // site.block_size), 1)
         strides = (heads * blocks, blocks, 1)
-        if meta.max_q <= self._few_tokens:
+        # rows of padding may be more than there is room for at once
+        if meta.max_q <= self._few_tokens and tokens * heads * blocks <= scratch.numel():
             early = programmatic(index_q.device)
             score = self._few(index_q, index_cache, batch, scratch, blocks, strides, early)
             choice = launch_topk(site, scratch, blocks, strides, batch.position, site.block_size, out, early)

@@ -68,6 +68,16 @@ def test_prefill_in_pieces(monkeypatch):
     assert torch.equal(whole, pieces)
 
 
+def test_rows_of_no_request_need_no_room(monkeypatch):
+    """A small request among many rows of padding: scores of all of them at once are more than the workspace."""
+    monkeypatch.setattr("m3hal_triton.select_blocks.SCORE_BYTES", 1)
+    site = replace(sparse_site(torch.float32), max_seqs=1, max_context=1024)
+    batch, index_q, cache = _inputs(site, [(4, 1024)], torch.float32, extra_tokens=60)
+    kernel, op = select_blocks(site), load("select_blocks")
+    ids = kernel.run(index_q, cache, plan(kernel, batch.meta), workspace=workspace(kernel))
+    assert torch.equal(ids, op.reference(index_q, cache, batch.meta, **op.static_values(site)))
+
+
 def test_visible_nan_makes_its_block_nan():
     """A visible NaN spoils the score of its block and of no other; it then loses to every number."""
     site = sparse_site(torch.float32)
