@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -256,7 +256,7 @@ class _Indexer:
         )
 
 
-@cache
+@lru_cache(maxsize=4096)  # one for every length of every prompt
 def _shares(tiles: int, blocks: int, slots: int) -> int:
     """Shares of the blocks, a program for each tile of queries and share, so that the last wave is nearly full.
 
@@ -314,9 +314,10 @@ class _Select(_Indexer):
             out = load("select_blocks").fake(index_q, index_cache, meta, top_k_blocks=site.top_k_blocks)
         if not out.numel() or not meta.seq_lens.shape[0]:
             return out.fill_(-1)
-        if self._scratch is None or self._scratch[0] is not workspace:
-            self._scratch = workspace, workspace.view(torch.float32)
-        scratch = self._scratch[1]
+        known = self._scratch
+        if known is None or known[0] is not workspace:
+            known = self._scratch = workspace, workspace.view(torch.float32)
+        scratch = known[1]
         tokens, heads = index_q.shape[0], self._heads
         blocks = max(-(-meta.max_k // site.block_size), 1)
         strides = (heads * blocks, blocks, 1)
@@ -327,8 +328,8 @@ class _Select(_Indexer):
             choice = launch_topk(site, scratch, blocks, strides, batch.position, site.block_size, out, early)
             rows = (8,) if len(score.tensors) > 8 and score.tensors[8] is not None else ()
             launches = score.again(0, 1, *rows), choice.again(2)
-            known = self in batch.calls  # else the next launch is another: the plan is complete then
-            batch.keep(self, workspace, _key(index_q, index_cache, out) if known else None, launches)
+            again = self in batch.calls  # else the next launch is another: the plan is complete then
+            batch.keep(self, workspace, _key(index_q, index_cache, out) if again else None, launches)
             return out
         at_once = min(scratch.numel() // (heads * blocks), MOST_TOKENS)
         for low in range(0, tokens, at_once):

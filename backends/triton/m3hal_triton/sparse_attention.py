@@ -52,8 +52,10 @@ MERGE_SPLITS = 8
 LANES = 32
 #: rows of the matrix unit's smallest tile
 MIN_ROWS = 16
-#: bytes of a prefill's workspace
-PREFILL_BYTES = 256 << 20
+#: keys times elements of a block that a prefill's program keeps in shared memory, at most
+WHOLE_BLOCK = 256 * 128
+#: bytes of a prefill's workspace, and of its partial results at least
+PREFILL_BYTES, PIECE_BYTES = 256 << 20, 32 << 20
 #: counters of the sort that are kept at least, so that all pieces of a chunk are sorted together
 SORT_COUNTERS = 1 << 20
 #: entries of one program of the sort
@@ -145,7 +147,7 @@ class _Run:
         if site.max_tokens > few_tokens:
             self._sort_bytes = self._prefill_sort_bytes()
             per_token = site.num_q_heads * site.top_k_blocks * (site.head_dim * (4 if self._narrow else 2) + 4)
-            room = max(PREFILL_BYTES - self._sort_bytes, per_token)
+            room = max(PREFILL_BYTES - self._sort_bytes, min(PIECE_BYTES, PREFILL_BYTES), per_token)
             self._piece = min(site.max_tokens, room // per_token)
             self.workspace_bytes = max(self._decode_bytes, self._sort_bytes + self._piece * per_token)
 
@@ -162,7 +164,8 @@ class _Run:
         self._slots = slots
         # pieces may hold nearly twice the tokens that there are, each piece one work item and one counter more
         items = 2 * (entries + triton.cdiv(entries, PREFILL.chunk)) + site.max_tokens
-        self._sort_words = 2 * entries + 8 * (items + 1024) + 3 * slots + site.max_tokens + 1024
+        words = 2 * entries + 8 * (items + 1024) + 3 * slots + site.max_tokens + 1024
+        self._sort_words = triton.cdiv(words, 64) * 64  # partial results follow, and are stored 16 bytes at a time
         return 4 * self._sort_words + (union.room(site.max_tokens, site.num_kv_heads) if self._walks else 0)
 
     def __call__(
@@ -351,9 +354,10 @@ class _Run:
 
     def _words(self, workspace: torch.Tensor) -> torch.Tensor:
         """The workspace as fp32."""
-        if self._scratch is None or self._scratch[0] is not workspace:
-            self._scratch = workspace, workspace.view(torch.float32)
-        return self._scratch[1]
+        kept = self._scratch
+        if kept is None or kept[0] is not workspace:
+            kept = self._scratch = workspace, workspace.view(torch.float32)
+        return kept[1]
 
     def _merge(self, splits, loose, words, batch, output, lse, early) -> Again | None:  # type: ignore[no-untyped-def]
         site, heads = self._site, self._site.num_q_heads
@@ -371,7 +375,7 @@ class _Run:
         site, meta = self._site, batch.meta
         tokens, piece = q.shape[0], min(self._piece, q.shape[0])
         ids = block_ids.shape[2]
-        slots = meta.seq_lens.shape[0] * triton.cdiv(meta.max_k, site.block_size) * site.num_kv_heads
+        slots = meta.seq_lens.shape[0] * max(triton.cdiv(meta.max_k, site.block_size), 1) * site.num_kv_heads
         at_once = max(1, self._slots // slots) * piece  # tokens that are sorted together
         walk = self._walk(q, kv, block_ids, batch, output, lse, workspace)
         for low in range(0, tokens, at_once):
@@ -427,7 +431,8 @@ class _Run:
         partial_lse = room[split : split + 4 * rows].view(torch.float32)
         local = index * sort.piece
         even = site.block_size == common_power_of_two(site.block_size)  # as a tile's side must be
-        whole = not self._narrow and even and site.page_size >= site.block_size
+        fits = even and site.block_size * site.head_dim <= WHOLE_BLOCK
+        whole = not self._narrow and fits and site.page_size >= site.block_size
         prefill.attend_block[(sort.max_items,)](
             q,
             _pages.memory(kv),

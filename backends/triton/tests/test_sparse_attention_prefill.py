@@ -8,6 +8,7 @@ from attention_cases import BOUND, Batch, double, plan, poisoned, sparse_site, w
 from m3hal_triton import _sparse_union as union
 from m3hal_triton import sparse_attention as module
 from m3hal_triton.sparse_attention import _Sort, batch_invariant, sparse_attention
+from machine_cases import site as real_site
 
 from m3hal.ops import load
 
@@ -51,6 +52,12 @@ def test_groups_and_pages(dtype, group, page, block):
     """Group sizes off the matrix tile; pages of several blocks, blocks of several pages and of no power of two."""
     site = sparse_site(dtype, num_q_heads=2 * group, page_size=page, block_size=block, return_lse=True)
     _check(site, Batch(site, [(10, 70)], dtype, strided=True))
+
+
+def test_padded_requests_alone():
+    """Long requests without a key: rows of zeros, as an engine's warm-up asks for."""
+    site = sparse_site(torch.bfloat16, return_lse=True)
+    _check(site, Batch(site, [(12, 0), (9, 0)], torch.bfloat16, extra_tokens=1))
 
 
 def test_pieces_and_sorts_agree(monkeypatch):
@@ -170,3 +177,17 @@ def test_the_sort_stays_in_its_memory(most, monkeypatch):
         sort = _Sort(memory, most, piece, slots, site.num_kv_heads * 64)
         parts = (sort.ranks, sort.order, sort.work, sort.counts, sort.starts, sort.items, sort.totals)
         assert sum(part.numel() for part in parts) <= run._sort_words
+
+
+def test_many_requests_of_long_contexts_leave_room_for_pieces():
+    """Where the sort's counters alone fill the workspace, a piece is still of many tokens."""
+    site = replace(real_site("sparse_attention", "bfloat16"), max_seqs=1024, max_context=1 << 20)
+    run = sparse_attention(site).run
+    assert run._piece >= 64
+    assert run.workspace_bytes >= run._sort_bytes + run._piece * 64 * 16 * 260
+
+
+@pytest.mark.parametrize("most", [63, 64, 8191])
+def test_partial_results_are_aligned(most):
+    """They begin at a multiple of 256 bytes, so that they are stored 16 bytes at a time."""
+    assert sparse_attention(sparse_site(torch.float32, max_tokens=most)).run._sort_bytes % 256 == 0
