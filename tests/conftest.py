@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+# What a shell starts in the background ignores SIGINT, and so would the commands that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: what pip would fetch is here already, and no test reaches an index
 OFFLINE = "--no-index --no-deps --no-build-isolation --quiet --disable-pip-version-check"

@@ -135,7 +135,7 @@ def test_stock_model_stays(found: Any, case: str) -> None:
 
 
 def test_auto_leaves_an_accelerator_to_the_stock_model(found: Any) -> None:
-    """Where auto finds no proved kernel for the device, vLLM's own model serves, and one warning says why."""
+    """Where auto finds no kernel for the device, vLLM's own model serves, and one warning says why."""
     outcome = found["auto without a kernel for the device"]
     assert (outcome["architecture"], outcome["class"]) == (PUBLISHED, "Stock")
     (warning,) = outcome["warnings"]

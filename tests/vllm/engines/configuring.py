@@ -196,7 +196,7 @@ def left_alone(ask: Asker) -> None:
     with entry(VISION, working), mock.patch.object(registry, "_has_torchvision", return_value=True):
         ask("not asked for", additional_config={})
         ask("backend vllm", additional_config={"m3hal": {"backend": "vllm"}})
-        with mock.patch("m3hal.vllm.planning.device_of", return_value="cuda:sm_90"):
+        with mock.patch("m3hal.vllm.planning.device_of", return_value="cuda:sm_80"):
             ask("auto without a kernel for the device", additional_config={"m3hal": {}})
         ask("asked for, stock class works")
         with mock.patch.dict(os.environ, {"M3HAL_BACKEND": "reference"}):
