@@ -29,7 +29,7 @@ def _larger(a, b):
 @triton.jit
 def _pages_of(start, until, table, table_step, PAGE: tl.constexpr, KEYS: tl.constexpr):
     """int64, the page of KEYS keys from start on and before ``until``: one where a page holds them all, else [KEYS]."""
-    if PAGE >= KEYS:
+    if PAGE % KEYS == 0:
         page = tl.load(table + start // PAGE * table_step, mask=start < until, other=0)
     else:
         key = start + tl.arange(0, KEYS)

@@ -25,7 +25,7 @@ def _inputs(site, lengths, dtype, **options):
 
 @DTYPES
 @pytest.mark.parametrize("lengths", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
-@pytest.mark.parametrize(("page", "block"), [(16, 16), (16, 32), (32, 16)])
+@pytest.mark.parametrize(("page", "block"), [(16, 16), (16, 32), (32, 16), (48, 96)])
 def test_scores(dtype, lengths, page, block):
     """Every score, -inf in the same places, NaN past the end never read."""
     site = sparse_site(dtype, page_size=page, block_size=block)
