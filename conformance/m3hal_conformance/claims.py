@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ def files(named: Sequence[str]) -> list[str]:
     """The files, and in place of a folder its ``*.json``, each once. Raises ConfigurationError for a folder without."""
     found: list[str] = []
     for name in named:
-        inside = sorted(map(str, Path(name).glob("*.json"))) if Path(name).is_dir() else [name]
+        inside = sorted(map(str, Path(name).glob("*.json"))) if os.path.isdir(name) else [name]
         if not inside:
             raise ConfigurationError(f"the folder {name} holds no claim: there is no *.json in it.")
         found += inside

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from m3hal import ops
 from m3hal._files import write_whole
@@ -78,7 +77,7 @@ def conform(options: argparse.Namespace) -> int:
 
 def _backend(name: str | None, device: str) -> str:
     """What ``--backend`` or the policy names; a suite must know whom it asks."""
-    asked = name or Policy.resolve().on(device).backend
+    asked = Policy.resolve().on(device).backend if name is None else name
     if asked in ("auto", "vllm"):
         raise ConfigurationError(
             "conform asks one backend, and needs its name: --backend NAME; `m3hal backends` lists the installed ones."
@@ -145,12 +144,12 @@ def check_writable(options: argparse.Namespace, *named: str) -> None:
         asked = getattr(options, option)
         if asked is None:
             continue
-        path = Path(asked)
-        if path.is_dir() or not asked:
+        folder = os.path.dirname(asked) or "."
+        if os.path.isdir(asked) or not asked:
             raise ConfigurationError(f"--{option} takes a file, and {asked!r} is a folder.")
-        if not path.parent.is_dir():
-            raise ConfigurationError(f"--{option} {asked}: there is no folder {path.parent}; make it first.")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
+        if not os.path.isdir(folder):
+            raise ConfigurationError(f"--{option} {asked}: there is no folder {folder}; make it first.")
+        if not os.access(asked if os.path.exists(asked) else folder, os.W_OK):
             raise ConfigurationError(f"--{option} {asked} can't be written; you lack the permission.")
 
 
@@ -162,8 +161,13 @@ def _write(options: argparse.Namespace, claim: dict[str, object], results: Seque
     )
     for path, text in texts:
         if path:
-            try:
-                write_whole(path, text())
-            except OSError as error:
-                raise M3halError(f"{path} can't be written: {error}.") from error
+            write(path, text())
             print(f"wrote {path}", file=sys.stderr)
+
+
+def write(path: str, text: str) -> None:
+    """Writes a file whole. Raises M3halError with a sentence."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise M3halError(f"{path} can't be written: {error.strerror or error}.") from error

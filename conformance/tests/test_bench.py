@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from m3hal_conformance.trial import Unsupported
 
 from m3hal import ops
 from m3hal.cli import main
+from m3hal.dispatch.errors import M3halError
 from m3hal.ops import ExpertWeights
 
 RATES = {"copy_GBps": 100.0, "read_GBps": 200.0, "bfloat16_TFLOPs": 1.0}
@@ -227,6 +229,8 @@ def test_rows_of_a_device_that_is_not_here_are_listed(monkeypatch, capsys):
         (["--device", "cpu", "--op", "sparse_atention"], 2, "Did you mean 'sparse_attention'?"),
         (["--device", "cpu", "--case", "nothing"], 2, "no row's case contains 'nothing'"),
         (["--device", "cpu", "--op", "msa", "--list"], 0, ""),
+        (["--device", "cpu", "--backend", "vllm"], 2, "backend 'vllm' dispatches nothing to measure"),
+        (["--device", "cpu", "--backend", ""], 2, "names no backend"),
         (["--read", __file__], 2, "is no table that m3hal bench wrote"),
         (["--read", "nothing.json"], 2, "nothing.json can't be read"),
     ],
@@ -254,6 +258,47 @@ def test_output_that_cannot_be_written_is_refused_first(monkeypatch, capsys, tmp
     options = ["--device", "cpu", "--backend", "reference", "--op", "topk_blocks", "--check-only"]
     assert main(["bench", *options, "--out", str(tmp_path / "none" / "x.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "loop"])
+def test_a_table_that_cannot_be_written_is_a_sentence(capsys, monkeypatch, tmp_path, name):
+    """Also where only the attempt can show it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    options = ["--device", "cpu", "--backend", "reference", "--op", "topk_blocks", "--check-only"]
+    assert main(["bench", *options, "--out", name]) == 1
+    assert f"m3hal: {name} can't be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "null",
+        '["a"]',
+        "[" * 100_000,
+        '[{"operator": "a", "case": "b", "status": "measured", "us": {"m3hal": "x"}}]',
+        '[{"operator": "a", "case": "b", "status": "measured", "us": [1]}]',
+        '[{"operator": "a", "case": "b", "status": "measured", "share": "x"}]',
+        '[{"operator": "a", "case": 7, "status": "measured"}]',
+    ],
+)
+def test_what_is_no_table_is_refused(capsys, tmp_path, rows):
+    """Whatever stands where a table's rows stand."""
+    path = tmp_path / "table.json"
+    path.write_text(f'{{"machine": {{"device": "cpu", "backend": "a"}}, "rows": {rows}}}')
+    assert main(["bench", "--read", str(path), "--case", "b"]) == 2
+    assert "is no table that m3hal bench wrote: " in capsys.readouterr().err
+
+
+def test_picture_of_a_kind_that_cannot_be_drawn(monkeypatch, tmp_path):
+    """A sentence; the measurement is over by then."""
+    library = mock.MagicMock()
+    library.Figure.return_value.savefig.side_effect = ValueError("Format 'nope' is not supported")
+    monkeypatch.setitem(sys.modules, "matplotlib", library)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", library)
+    shown = [table.Measured("rms_norm", "1", "measured", us={"m3hal": 2.0}, share=0.5)]
+    with pytest.raises(M3halError, match="can't be drawn: Format 'nope' is not supported."):
+        table.picture(shown, tmp_path / "a.nope", "title")
 
 
 def test_fewer_than_five_runs_are_refused(capsys):

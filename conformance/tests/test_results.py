@@ -253,6 +253,7 @@ def test_a_folder_of_one_claim_and_of_none(claim, tmp_path, capsys):
     (tmp_path / "one.json").write_text(json.dumps(claim[0]))
     assert main(["claim", "verify", str(tmp_path)]) == 0
     assert len(capsys.readouterr().out.splitlines()) > 3
+    assert main(["claim", "verify", "x" * 5000, str(tmp_path)]) == 2
     assert main(["claim", "verify"]) == 2
     assert main(["claim", "compare", str(tmp_path / "one.json")]) == 2
 

@@ -7,6 +7,7 @@ command takes ``--json`` and then prints one JSON object, errors included.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -38,6 +39,9 @@ from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedErr
 
 PASS, FAIL, USAGE, UNSUPPORTED, INTERRUPTED = 0, 1, 2, 3, 130
 
+#: what says that nothing more fits where the output goes, or that it is gone
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 #: Each has HELP, add_arguments(parser) and run(arguments) -> exit code; the docstring is its long help.
 COMMANDS: dict[str, ModuleType] = {
     "devices": devices,
@@ -60,6 +64,7 @@ COMMANDS: dict[str, ModuleType] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse exits with 2 by itself."""
+    _open_streams()
     top = parser()
     if not (sys.argv[1:] if argv is None else argv):
         top.print_help(sys.stderr)
@@ -75,8 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(error, arguments.json is True)  # conform's is a file
         code = _code(error)
     except BrokenPipeError:
-        # The reader left, as `m3hal ops | head` does; Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader left, as `m3hal ops | head` does
+        code = FAIL
+    except OSError as error:
+        if error.filename is not None or error.errno not in _NO_ROOM:
+            raise
+        _drop_output()
+        print(f"m3hal: the output can't be written: {error.strerror}.", file=sys.stderr)
         code = FAIL
     except KeyboardInterrupt:
         if not arguments.is_command_line:
@@ -100,6 +110,18 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=module.run)
         module.add_arguments(sub)
     return top
+
+
+def _open_streams() -> None:
+    """Opens what whoever started this closed, so that no other file takes its number, and printing prints nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it stays open as streams do
+
+
+def _drop_output() -> None:
+    """What stdout still holds goes nowhere; Python would complain again when it closes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _code(error: M3halError) -> int:

@@ -246,6 +246,22 @@ def test_closed_pipe_is_no_traceback() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("where", "code", "told"),
+    [
+        ("> /dev/full", 1, "m3hal: the output can't be written: No space left on device.\n"),
+        (">&-", 0, ""),
+        ("2>&- --nonsense", 2, ""),
+    ],
+)
+@pytest.mark.parametrize("command", ["devices", "ops --json"])
+def test_output_that_goes_nowhere_is_no_traceback(where: str, code: int, told: str, command: str) -> None:
+    """A full disk fails the command; a stream that was closed before it began is none of its business."""
+    script = f"{sys.executable} -m m3hal {command} {where}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, told)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_documents_itself_and_knows_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--help shows the command's docstring; --json is everywhere."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from m3hal._files import write_whole
+from m3hal._files import parsed
 from m3hal.cli.output import emit
 from m3hal.dispatch import Policy, devices
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
@@ -25,7 +25,7 @@ from m3hal_conformance.bench.rows import operators, rows
 from m3hal_conformance.bench.table import Measured
 from m3hal_conformance.bench.work import Row, Work, Wrong
 from m3hal_conformance.claim import environment
-from m3hal_conformance.command import check_writable, device_of, named_device
+from m3hal_conformance.command import check_writable, device_of, named_device, write
 from m3hal_conformance.trial import Unsupported
 
 #: kinds of devices whose time can be taken
@@ -45,7 +45,9 @@ def bench(options: argparse.Namespace) -> int:
     picked = _picked(chosen, options.case, small)
     if options.list:
         return _list(options, picked, device, small)
-    backend = options.backend or Policy.resolve().on(device).backend
+    backend = Policy.resolve().on(device).backend if options.backend is None else options.backend
+    if backend == "vllm":
+        raise ConfigurationError("backend 'vllm' dispatches nothing to measure; name another, beside --peer vllm.")
     peer, absent = vllm_peer.find(options.peer) if options.peer else (None, "")
     made = Bench(device, backend, peer, small)
     ceilings = {} if options.check_only else clock.ceilings(made.device)
@@ -58,22 +60,22 @@ def bench(options: argparse.Namespace) -> int:
     for row in _measured(made, picked, ceilings, runs, quiet=options.json):
         measured.append(row)
         if options.out:  # after each row: an interrupted run keeps what it has
-            write_whole(options.out, table.to_json(measured, machine, ceilings, command))
+            write(options.out, table.to_json(measured, machine, ceilings, command))
     return _told(options, measured, table.to_json(measured, machine, ceilings, command), made, ceilings, absent)
 
 
 def _read(options: argparse.Namespace) -> int:
     """Prints and draws an earlier table."""
     try:
-        text = Path(options.read).read_text()
-        kept = json.loads(text)
-        found = [Measured(**row) for row in kept["rows"]]
+        text = Path(options.read).read_text(encoding="utf-8")
+        kept = parsed(text)
+        found = [Measured.read(row) for row in kept["rows"]]
         device, backend = kept["machine"]["device"], kept["machine"]["backend"]
     except OSError as error:
         raise ConfigurationError(f"{options.read} can't be read: {error.strerror}.") from error
     except KeyError as error:
         raise ConfigurationError(f"{options.read} is no table that m3hal bench wrote: it has no {error}.") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{options.read} is no table that m3hal bench wrote: {error}.") from error
     picked = [row for row in found if not options.op or row.operator in options.op]
     picked = [row for row in picked if all(part in row.case for part in options.case)]

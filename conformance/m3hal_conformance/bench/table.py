@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.table import table
 
 #: characters of a full bar
@@ -39,6 +40,17 @@ class Measured:
     errors: Mapping[str, float] = field(default_factory=dict)
     peer_absent: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> Measured:
+        """What ``to_json`` returned. Raises TypeError for a row of another kind."""
+        row = cls(**found)
+        numbers = [*row.us.values(), *(n for n in (row.floor_us, row.share, row.ratio) if n is not None)]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError(f"the times and shares of {row.operator} are no numbers")
+        if not all(isinstance(text, str) for text in (row.operator, row.case, row.status, row.reason)):
+            raise TypeError("a row has an operator, a case and a status, in words")
+        return row
 
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value not in ("", None, {}, 0)}
@@ -97,5 +109,8 @@ def picture(rows: Sequence[Measured], path: Path, title: str) -> str | None:
     axes.set(xlim=(0, 1), xlabel="share of the floor", title=title)
     axes.tick_params(axis="y", labelsize=6)
     axes.margins(y=0.01)
-    figure.savefig(path, dpi=130)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise M3halError(f"{path} can't be drawn: {error}.") from error
     return None
