@@ -43,8 +43,8 @@ from m3hal_triton._softmax import accumulate, clear_loose, finish, merge_splits
 
 #: query tokens of one program
 MAX_QUERY_TILE = 8
-#: rows of the matrix unit's smallest tile
-MIN_ROWS = 16
+#: rows of the matrix unit's smallest tile, and of one that several query tokens share
+MIN_ROWS, MAX_ROWS = 16, 128
 #: of one step, at most
 KEYS = 64
 #: of one program's work, and programs of a split batch, at most
@@ -88,7 +88,7 @@ class _Run:
         self._group = site.num_q_heads // site.num_kv_heads
         self._narrow = site.dtype == "float32"  # IEEE products of fp32 hold their operands in registers
         self._keys = min(common_power_of_two(site.page_size), 16 if self._narrow else KEYS)
-        self._tile = max(1, MIN_ROWS // self._group) if self._narrow else MAX_QUERY_TILE
+        self._tile = max(1, min(MAX_QUERY_TILE, (MIN_ROWS if self._narrow else MAX_ROWS) // self._group))
         self._fake = partial(load("paged_attention").fake, return_lse=site.return_lse)
 
     def __call__(

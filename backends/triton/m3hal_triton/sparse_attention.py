@@ -50,8 +50,8 @@ MAX_SPLITS = 32
 MERGE_SPLITS = 8
 #: of a warp: integers that fill them are summed by one instruction, which an FP8 decode in parts is slower with
 LANES = 32
-#: rows of the matrix unit's smallest tile
-MIN_ROWS = 16
+#: rows of the matrix unit's smallest tile, and of a decode's that several query tokens share
+MIN_ROWS, MAX_ROWS = 16, 128
 #: keys times elements of a block that a prefill's program keeps in shared memory, at most
 WHOLE_BLOCK = 256 * 128
 #: bytes of a prefill's workspace, and of its partial results at least
@@ -131,6 +131,7 @@ class _Run:
         self._site = site
         self._few_tokens = few_tokens
         self._group = site.num_q_heads // site.num_kv_heads
+        self._query_tile = min(MAX_QUERY_TILE, power_of_two_below(MAX_ROWS // self._group))
         self._narrow = site.dtype == "float32"
         most = common_power_of_two(site.block_size, site.page_size)
         tuned = (NARROW,) * 3 if self._narrow else DECODE[site.kv_format]
@@ -195,7 +196,7 @@ class _Run:
     def _decode(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]
         site, meta = self._site, batch.meta
         requests, tokens = meta.seq_lens.shape[0], q.shape[0]
-        tile = min(power_of_two_above(max(meta.max_q, 1)), MAX_QUERY_TILE)
+        tile = min(power_of_two_above(max(meta.max_q, 1)), self._query_tile)
         chunks = -(-max(meta.max_q, 1) // tile)
         tiles = tokens if tile == 1 else requests * chunks
         if tile == 1 and self._by_warps(kv):

@@ -32,7 +32,7 @@ def test_against_the_definition(dtype, lengths, causal, window):
     assert torch.allclose(lse[~dead].double(), exact_lse[~dead], atol=BOUND[dtype] / 10, rtol=0)
 
 
-@pytest.mark.parametrize("group", [1, 3, 16])
+@pytest.mark.parametrize("group", [1, 3, 16, 80])
 def test_groups(group):
     """Group sizes off the matrix tile."""
     site = sparse_site(torch.bfloat16, num_q_heads=2 * group, causal=True, window_left=-1)

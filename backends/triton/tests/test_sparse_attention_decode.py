@@ -49,7 +49,7 @@ def test_verify_shares_blocks(dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize(("group", "page", "block"), [(1, 32, 16), (3, 16, 32), (16, 16, 16)])
+@pytest.mark.parametrize(("group", "page", "block"), [(1, 32, 16), (3, 16, 32), (16, 16, 16), (80, 16, 16)])
 def test_groups_and_pages(dtype, group, page, block):
     """Group sizes off the matrix tile; a page of several blocks and a block of several pages."""
     site = sparse_site(dtype, num_q_heads=2 * group, page_size=page, block_size=block, return_lse=True)
