@@ -28,8 +28,12 @@ Answer = tuple[Result, frozenset[str]]
 def run(
     runner: Runner, cases: Sequence[Case], jobs: int, progress: Callable[[Case, Result], None] | None = None
 ) -> list[Result]:
-    """As ``runner.run``, by ``jobs`` processes. Raises M3halError when one of them ends without an answer."""
-    if jobs == 1:
+    """As ``runner.run``, by up to ``jobs`` processes. Raises M3halError when one of them ends without an answer.
+
+    One a case and a core is the most: each imports torch, and more only wait for each other.
+    """
+    jobs = min(jobs, len(cases), max(2, _cores()))
+    if jobs <= 1:
         return runner.run(cases, progress)
     given = {field.name: getattr(runner, field.name) for field in fields(runner) if field.init and field.repr}
     results = []
@@ -46,6 +50,11 @@ def run(
     finally:
         pool.shutdown(cancel_futures=True)  # of an interrupted run no case is begun any more
     return results
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _answered(case: Case, answer: Future[Answer]) -> Answer:

@@ -297,7 +297,7 @@ def test_picture_of_a_kind_that_cannot_be_drawn(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", library)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", library)
     shown = [table.Measured("rms_norm", "1", "measured", us={"m3hal": 2.0}, share=0.5)]
-    with pytest.raises(M3halError, match="can't be drawn: Format 'nope' is not supported."):
+    with pytest.raises(M3halError, match=r"can't be drawn: Format 'nope' is not supported\."):
         table.picture(shown, tmp_path / "a.nope", "title")
 
 

@@ -1,6 +1,6 @@
 """Cases asked by several processes, and of implementations that declare what a policy requires."""
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
@@ -23,6 +23,23 @@ def test_several_processes_find_what_one_finds():
     wanted = jobs.run(Runner("reference", "cpu", seed=3), CASES, 1)
     assert [replace(result, seconds=0.0) for result in found] == [replace(result, seconds=0.0) for result in wanted]
     assert told == [case.id for case in CASES]
+
+
+@pytest.mark.parametrize(("asked", "cores", "started"), [(10**30, 3, 3), (64, 1, 2), (64, 8, 4), (2, 8, 2), (1, 8, 0)])
+def test_no_more_processes_than_cores_and_cases(monkeypatch, asked, cores, started):
+    """Each imports torch: 64 on a laptop would wait for each other, and for memory."""
+    counts = []
+
+    class Counted(ThreadPoolExecutor):
+        def __init__(self, workers, context, begin, given):
+            counts.append(workers)
+            super().__init__(1, initializer=begin, initargs=given)
+
+    monkeypatch.setattr(jobs, "ProcessPoolExecutor", Counted)
+    monkeypatch.setattr(jobs, "_cores", lambda: cores)
+    assert len(CASES) == 4
+    assert [result.status for result in jobs.run(Runner("reference", "cpu"), CASES, asked)] == ["pass"] * 4
+    assert counts == [started] * (started > 0)
 
 
 def test_process_that_ends_is_told():

@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ask only implementations that declare it, such as batch_invariant or p_dtype=float32; may be repeated",
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="processes that ask at once (default: %(default)s)"
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that ask at once, at most one a core (default: %(default)s)",
     )
     parser.add_argument("--waivers", metavar="FILE", help="TOML: known failures, each with an issue and an expiry")
     parser.add_argument("--list", action="store_true", help="print the ids of the cases and run none")
