@@ -38,8 +38,22 @@ def _power_of_two(value: int) -> bool:
 
 
 def indexer(site: Site) -> str | None:
-    """The index cache's numbers are no finer than the activations, and a block and a page nest."""
-    return _coarser("index_format", site.index_format, site) or _nesting(site)
+    """As :func:`ranked`; the index cache's numbers are no finer than the activations, and a block and a page nest."""
+    return _coarser("index_format", site.index_format, site) or _nesting(site) or ranked(site)
+
+
+#: blocks of a context; two counts of them share a register, and a program holds them all
+_MOST_BLOCKS = 1 << 15
+
+
+def ranked(site: Site) -> str | None:
+    """A row of scores is ranked by one program."""
+    if site.block_size and site.max_context > _MOST_BLOCKS * site.block_size:
+        return (
+            f"max_context {site.max_context} is more than {_MOST_BLOCKS} blocks of {site.block_size} keys, which is "
+            f"what one program ranks; lower it to {_MOST_BLOCKS * site.block_size}, or take larger blocks"
+        )
+    return None
 
 
 def _coarser(name: str, format: str, site: Site) -> str | None:
