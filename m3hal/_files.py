@@ -17,16 +17,15 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     A link stays one: what it points to is replaced. A file that was there keeps its mode. What is no regular file, such
     as ``/dev/stdout`` or a pipe, is written into, as a rename would put a file in its place.
     """
-    target = Path(os.path.realpath(path))
     data = content.encode() if isinstance(content, str) else content
-    mode = _mode(target)
-    if stat.S_ISDIR(mode) or stat.S_ISLNK(mode):  # what realpath leaves a link is a loop
-        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.ELOOP
-        raise OSError(number, os.strerror(number), str(path))
-    if mode and not stat.S_ISREG(mode):
-        with open(target, "wb") as file:
+    mode = _mode(path)
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if mode and not stat.S_ISREG(mode):  # by its own name: a pipe that /dev/stdout leads to has no other
+        with open(path, "wb") as file:
             file.write(data)
         return
+    target = Path(os.path.realpath(path))
     beside = target.with_name(f".m3hal-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with open(beside, "xb") as file:
@@ -41,10 +40,10 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         raise
 
 
-def _mode(target: Path) -> int:
-    """What lies there, and who may read it; 0 when nothing does."""
+def _mode(path: str | Path) -> int:
+    """What the path leads to, and who may read it; 0 when nothing is there. Raises OSError for a loop of links."""
     try:
-        return target.lstat().st_mode
+        return os.stat(path).st_mode
     except FileNotFoundError:
         return 0
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from m3hal._files import parsed, write_whole
+
+
+def test_standard_output_that_is_a_pipe(tmp_path: Path) -> None:
+    """What /dev/stdout leads to has a name that no folder holds."""
+    code = "from m3hal._files import write_whole; write_whole('/dev/stdout', 'plan')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr, list(tmp_path.iterdir())) == ("plan", "", [])
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

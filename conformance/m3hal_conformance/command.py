@@ -41,15 +41,22 @@ from m3hal_conformance.suite import all_cases, select
 _OTHER_CHECKS = ("manifest", "bind", "composed", "regret")
 
 
+#: beyond what any machine has; torch takes any number until its first parallel loop
+_MOST_THREADS = 4096
+
+
 def conform(options: argparse.Namespace) -> int:
     """Runs the suite against a backend and writes what was asked for. Exit codes 0, 1, 2, 3 as in ``exit_code``."""
     device = device_of(options.device)
     backend = _backend(options.backend, device)
     threads = default_threads(backend) if options.threads is None else options.threads
-    for name, count in (("threads", threads), ("jobs", options.jobs)):
-        if count < 1:
-            raise ConfigurationError(f"--{name} takes 1 or more, not {count}.")
-    runner = Runner(backend, device, options.seed, threads, tuple(options.require))
+    if not 1 <= threads <= _MOST_THREADS:
+        raise ConfigurationError(f"--threads takes 1 to {_MOST_THREADS}, not {threads}.")
+    if options.jobs < 1:
+        raise ConfigurationError(f"--jobs takes 1 or more, not {options.jobs}.")
+    if "" in options.require:
+        raise ConfigurationError("--require takes a trait, such as batch_invariant, and got none.")
+    runner = Runner(backend, device, options.seed, threads, tuple(dict.fromkeys(options.require)))
     cases = _cases(options)
     if options.list:
         print("\n".join(case.id for case in cases))
@@ -140,10 +147,14 @@ def _waivers(options: argparse.Namespace) -> tuple[Waiver, ...]:
 
 def check_writable(options: argparse.Namespace, *named: str) -> None:
     """Refuses, before anything runs, a file that could not be written when it is over. named: the options."""
+    taken: dict[str, str] = {}
     for option in named:
         asked = getattr(options, option)
         if asked is None:
             continue
+        other = taken.setdefault(os.path.realpath(asked), option)
+        if other != option and (os.path.isfile(asked) or not os.path.exists(asked)):
+            raise ConfigurationError(f"--{other} and --{option} name one file, {asked}; one would replace the other.")
         folder = os.path.dirname(asked) or "."
         if os.path.isdir(asked) or not asked:
             raise ConfigurationError(f"--{option} takes a file, and {asked!r} is a folder.")

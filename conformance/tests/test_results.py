@@ -384,6 +384,38 @@ def test_output_that_cannot_be_written_is_refused_first(tmp_path, monkeypatch, c
     assert sentence in capsys.readouterr().err
 
 
+def test_outputs_do_not_replace_each_other(tmp_path, monkeypatch, capsys):
+    """Two options that name one file, in whatever words; a device may be named twice."""
+    monkeypatch.chdir(tmp_path)
+    ask = ["conform", "--backend", "reference", "--case", "rms_norm/no_token"]
+    assert main([*ask, "--json", "same", "--html", str(tmp_path / "same")]) == 2
+    assert "--json and --html name one file" in capsys.readouterr().err
+    assert main([*ask, "--json", "/dev/null", "--html", "/dev/null"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--threads", "1" + "0" * 30), "--threads takes 1 to 4096"),
+        (("--threads", "0"), "--threads takes 1 to 4096"),
+        (("--jobs", "0"), "--jobs takes 1 or more"),
+        (("--require", ""), "--require takes a trait"),
+    ],
+)
+def test_numbers_and_traits_that_mean_nothing(options, sentence, capsys):
+    """No case fails for them, and no claim says them."""
+    assert main(["conform", "--backend", "reference", "--case", "rms_norm/no_token", *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_trait_required_twice_is_required_once(tmp_path):
+    """A claim says it once, so that two claims of the same compare equal."""
+    path = tmp_path / "claim.json"
+    ask = ["conform", "--backend", "reference", "--case", "rms_norm/no_token", "--json", str(path)]
+    assert main([*ask, "--require", "batch_invariant", "--require", "batch_invariant"]) == 0
+    assert json.loads(path.read_text())["require"] == ["batch_invariant"]
+
+
 def test_table_outlives_a_file_that_cannot_be_written(capsys, monkeypatch, tmp_path):
     """What a long run found is on the terminal even when the disk is full."""
     full = OSError(28, "No space left on device")
