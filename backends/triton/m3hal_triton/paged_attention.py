@@ -121,8 +121,10 @@ class _Run:
         rows = q.shape[0] * site.num_q_heads * splits if splits > 1 else 0
         partials, partial_lse = words[: rows * site.head_dim], words[rows * site.head_dim :]
         padded = max(MIN_ROWS, triton.next_power_of_2(tile * self._group))
-        # the first axis is the long one: a prompt beside many decodes is more than the others take
-        attend_dense[(requests * chunks, site.num_kv_heads, splits)](
+        # a prompt beside many decodes: most tiles of as many as the longest request has would be empty
+        tiles = triton.cdiv(q.shape[0], tile) + requests
+        ragged = requests * chunks > 2 * tiles
+        attend_dense[(tiles if ragged else requests * chunks, site.num_kv_heads, splits)](
             q, _pages.memory(kv), _pages.keys(kv), _pages.values(kv), kv.k_scale, kv.v_scale,
             meta.cu_q, meta.seq_lens, meta.block_table, partials, partial_lse, output, lse,
             site.scale * LOG2_E, q.shape[0], requests, chunks,
@@ -142,6 +144,7 @@ class _Run:
             NATIVE=native(q.device, site.head_dim, site.dtype),
             PRECISION=DOT_PRECISION,
             EARLY=early,
+            REQUESTS=triton.next_power_of_2(site.max_seqs) if ragged else 0,
             num_warps=8 if self._narrow or padded > 64 else 4,
             num_stages=2 if self._narrow else 3,
         )  # fmt: skip
@@ -194,6 +197,7 @@ def attend_dense(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,  # let the merge be launched now; it waits for this kernel's end by itself
+    REQUESTS: tl.constexpr,  # at least the requests of any batch, whose tiles are counted; 0: each has ``chunks``
 ):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -201,8 +205,18 @@ def attend_dense(
     work = tl.program_id(0)
     group = tl.program_id(1)
     split = tl.program_id(2)
-    request = work // chunks
-    first = tl.load(cu_q + request) + work % chunks * QT
+    request, chunk = work // chunks, work % chunks
+    if REQUESTS > 0:
+        b = tl.arange(0, REQUESTS)
+        begin = tl.load(cu_q + b, mask=b < requests, other=0)
+        tiles = tl.cdiv(tl.load(cu_q + b + 1, mask=b < requests, other=0) - begin, QT)
+        ends = tl.cumsum(tiles, 0)
+        request = tl.sum(((ends <= work) & (b < requests)).to(tl.int32), 0)
+        # past all tiles: the last request's, from its end on
+        chunk = work - tl.sum(tl.where(b < request, tiles, 0), 0)
+        chunk = tl.where(request < requests, chunk, tl.max(tiles, 0))
+        request = tl.minimum(request, requests - 1)
+    first = tl.load(cu_q + request) + chunk * QT
     last = tl.load(cu_q + request + 1)
     seq_len = tl.load(seq_lens + request)
     row = tl.arange(0, ROWS)
