@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiles
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -69,7 +70,7 @@ class Tail(NamedTuple):
 
 
 #: what a kernel takes for an array; a descriptor is for the unit that copies tiles
-Argument = torch.Tensor | Tail | TensorDescriptor | None
+Argument = torch.Tensor | Tail | TensorDescriptor | Tiles | None
 
 
 class Settings:
@@ -167,7 +168,7 @@ class Launcher:
             if tensor is None:
                 pointers.append(None)
                 continue
-            if type(tensor) is TensorDescriptor:
+            if type(tensor) in (TensorDescriptor, Tiles):
                 pointers.append(tensor)
                 continue
             if type(tensor) is Tail:

@@ -6,6 +6,8 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiles
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from m3hal.formats import PLAIN_FORMATS
@@ -52,11 +54,26 @@ def rows(cache: PagedCache, count: int) -> TensorDescriptor:
     """
     kept: TensorDescriptor | None = vars(cache).get("_triton_rows")
     if kept is None or kept.block_shape[0] != count:
-        part, layout = keys(cache), cache.layout
-        last = (cache.buf.shape[0] - 1) * (part.page // part.token) + layout.page_size
-        kept = TensorDescriptor(cache.buf, [last, layout.dim], [part.token, 1], [count, layout.dim])
+        kept = TensorDescriptor(cache.buf, *_shape_of_rows(cache), [count, cache.layout.dim])
         vars(cache)["_triton_rows"] = kept
     return kept
+
+
+def tiles(cache: PagedCache) -> Tiles:
+    """The same of a bf16 cache for a kernel in Gluon, 128 rows in the order that the matrix unit reads; kept, too."""
+    kept: Tiles | None = vars(cache).get("_triton_tiles")
+    if kept is None:
+        order = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        kept = Tiles(cache.buf, *_shape_of_rows(cache), [128, cache.layout.dim], order)
+        vars(cache)["_triton_tiles"] = kept
+    return kept
+
+
+def _shape_of_rows(cache: PagedCache) -> tuple[list[int], list[int]]:
+    """How many rows of how many numbers the keys of a cache of one head are, and their strides."""
+    part, layout = keys(cache), cache.layout
+    last = (cache.buf.shape[0] - 1) * (part.page // part.token) + layout.page_size
+    return [last, layout.dim], [part.token, 1]
 
 
 def _of(cache: PagedCache) -> tuple[Part, ...]:

@@ -142,7 +142,7 @@ def _indexer(factory: str) -> tuple[Impl, ...]:
             predicate="m3hal_triton.limits:indexer",
             traits=traits,
             layouts=_EVERY_PAGE,
-            files=("_score.py", "_operands.py", "_choose.py", "topk_blocks.py", *_SHARED),
+            files=("_score.py", "_score_tiles.py", "_operands.py", "_choose.py", "topk_blocks.py", *_SHARED),
             name=suffix.removeprefix("_"),
         )
         for suffix, traits in (("", {}), ("_batch_invariant", {"batch_invariant": "yes"}))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiles
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from m3hal.dispatch.manifest import Kernel
 from m3hal.layouts import PagedCache
@@ -22,12 +25,14 @@ from m3hal_triton._launch import (
     Settings,
     after,
     common_power_of_two,
+    is_hopper,
     multiprocessors,
     power_of_two_above,
     programmatic,
 )
 from m3hal_triton._plan import BatchPlan, Kept, plan_batch, plan_bytes
 from m3hal_triton._score import hide_unseen, score_few, score_few_by_warps, score_many
+from m3hal_triton._score_tiles import DIM, KEYS, WARPS, score_tiles
 from m3hal_triton.topk_blocks import MOST_TOKENS, launch_topk
 
 #: query tokens of a request up to which all of them are rows of one tile
@@ -38,6 +43,8 @@ MIN_SHARE, MAX_SHARE = 4, 32
 MIN_SHARES = 4
 #: rows of scores up to which the kernel that chooses from them is launched while they are made, by groups and by warps
 FEW_ROWS, FEW_ROWS_BY_WARPS = 32, 8
+#: rows of a tile of queries of :func:`score_tiles`, at most: their products with a block are in registers
+MOST_ROWS = 128
 #: bytes of scores that prefill keeps before it chooses from them
 SCORE_BYTES = 128 << 20
 
@@ -164,8 +171,10 @@ class _Indexer:
         numbers = (_pages.keys(cache), blocks, *table.stride(), *strides, index_q.stride())
         first = index_q.shape[0] * self._heads <= (FEW_ROWS_BY_WARPS if self.tuning.warps == 1 else FEW_ROWS)
         launcher, settings = self._few_settings(cache, meta.max_q, first, early, bool(batch.calls))
-        if launcher is _few:
-            tensors = (*tensors, _pages.rows(cache, self._keys) if settings.constants["TILES"] else None)
+        if launcher is _tiles or (launcher is _few and settings.constants["TILES"]):
+            tensors = (*tensors, self._rows_of(cache))
+        elif launcher is _few:
+            tensors = (*tensors, None)
         return launcher((shares.shape[0], 1, 1), tensors, numbers, settings)
 
     def _few_settings(
@@ -197,8 +206,20 @@ class _Indexer:
             constants |= {"KNOWN": known, "TILES": tiles and site.page_size % self._keys == 0}
             constants |= {"COMPUTE": compute_dtype(site.index_format, site.dtype)}
             made = _few, Settings(constants, num_warps=tuning.warps, num_stages=tuning.stages, **after(early))
+            if constants["TILES"] and rows <= MOST_ROWS and self._by_tiles(device):
+                constants = {"HEADS": self._heads, "ROWS": rows, "PAGE": site.page_size, "KNOWN": known}
+                made = _tiles, Settings(constants, num_warps=WARPS.value, **after(early))
         self._settings[key] = made
         return made
+
+    def _by_tiles(self, device: torch.device) -> bool:
+        """Whether :func:`score_tiles` scores a decode from bf16 keys."""
+        site = self._site
+        return is_hopper(device) and site.block_size == KEYS.value and site.index_dim == DIM.value
+
+    def _rows_of(self, cache: PagedCache) -> TensorDescriptor | Tiles:
+        """The cache's keys for the unit that copies tiles."""
+        return _pages.tiles(cache) if self._by_tiles(cache.buf.device) else _pages.rows(cache, self._keys)
 
     def _in_place(self, cache: PagedCache) -> bool:
         """Whether a warp may load its operands itself, 16 bytes at a time."""
@@ -267,7 +288,7 @@ def _shares(tiles: int, blocks: int, slots: int) -> int:
     return min(range(least, most + 1), key=lambda shares: triton.cdiv(tiles * shares, slots) * (blocks / shares + 1))
 
 
-_few, _by_warps = Launcher(score_few), Launcher(score_few_by_warps)
+_few, _by_warps, _tiles = Launcher(score_few), Launcher(score_few_by_warps), Launcher(score_tiles)
 
 
 class _Scores(_Indexer):
@@ -307,7 +328,7 @@ class _Select(_Indexer):
         workspace: torch.Tensor | None = None,
     ) -> torch.Tensor:
         kept = batch.calls.get(self)
-        if kept is not None and out is not None and _repeat(kept, index_q, index_cache, out, workspace, self._keys):
+        if kept is not None and out is not None and _repeat(kept, index_q, index_cache, out, workspace, self._rows_of):
             return out
         site, meta = self._site, batch.meta
         if out is None:
@@ -325,7 +346,8 @@ class _Select(_Indexer):
         if meta.max_q <= self._few_tokens and tokens * heads * blocks <= scratch.numel():
             early = programmatic(index_q.device)
             score = self._few(index_q, index_cache, batch, scratch, blocks, strides, early)
-            choice = launch_topk(site, scratch, blocks, strides, batch.position, site.block_size, out, early)
+            ahead = score.launcher is _tiles and score.settings.constants["KNOWN"]
+            choice = launch_topk(site, scratch, blocks, strides, batch.position, site.block_size, out, early, ahead)
             rows = (8,) if len(score.tensors) > 8 and score.tensors[8] is not None else ()
             launches = score.again(0, 1, *rows), choice.again(2)
             again = self in batch.calls  # else the next launch is another: the plan is complete then
@@ -351,7 +373,7 @@ def _repeat(
     index_cache: PagedCache,
     out: torch.Tensor,
     workspace: torch.Tensor | None,
-    keys: int,
+    rows_of: Callable[[PagedCache], object],
 ) -> bool:
     """Launches as the last decode over this plan did, if only addresses differ."""
     if kept.workspace is not workspace or kept.key != _key(index_q, index_cache, out):
@@ -360,5 +382,5 @@ def _repeat(
     address = index_cache.buf.data_ptr()
     if address & 15:
         return False
-    rows = (_pages.rows(index_cache, keys),) if score.changing == 3 else ()
+    rows = (rows_of(index_cache),) if score.changing == 3 else ()
     return score(index_q.data_ptr(), address, *rows) and choice(out.data_ptr())

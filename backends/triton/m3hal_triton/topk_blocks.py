@@ -50,6 +50,7 @@ def launch_topk(
     divisor: int,
     out: torch.Tensor,
     early: bool = False,
+    ahead: bool = False,
 ) -> Launch | None:
     """Chooses for every row of out [T, Hi, k] among ``width`` scores, by the launch that is returned.
 
@@ -59,13 +60,13 @@ def launch_topk(
     if not out.numel():
         return None
     rule = (site.top_k_blocks, site.init_blocks, site.local_blocks)  # quicker to look up than a site
-    settings = _settings(rule, width, divisor, converts(out.device), early)
+    settings = _settings(rule, width, divisor, converts(out.device), early, ahead)
     numbers = (visible.stride(0), width, strides, out.stride())
     return _launch((heads, tokens, 1), (scores, visible, out), numbers, settings)
 
 
 @cache
-def _settings(rule: tuple[int, int, int], width: int, divisor: int, native: bool, early: bool) -> Settings:
+def _settings(rule: tuple[int, int, int], width: int, divisor: int, native: bool, early: bool, ahead: bool) -> Settings:
     top_k, init, local = rule
     blocks = power_of_two_above(max(width, MIN_SCORES))
     warps = max(1, min(8, blocks // SCORES_PER_WARP))
@@ -80,6 +81,7 @@ def _settings(rule: tuple[int, int, int], width: int, divisor: int, native: bool
         "LANES": 32 * warps,
         "NATIVE": native,
         "EARLY": early,
+        "AHEAD": ahead,
     }
     return Settings(constants, num_warps=warps, **after(early))
 
@@ -103,6 +105,7 @@ def _choose_row(
     LANES: tl.constexpr,
     NATIVE: tl.constexpr,  # an NVIDIA GPU
     EARLY: tl.constexpr,  # launched before the scores are complete, which what else it reads is
+    AHEAD: tl.constexpr,  # lets the next kernel be launched while scores are made, not when they are complete
 ):
     EACH: tl.constexpr = 4 if BLOCKS >= 4 * LANES else BLOCKS // LANES
     CHUNKS: tl.constexpr = BLOCKS // (LANES * EACH)
@@ -118,8 +121,11 @@ def _choose_row(
     at = scores + token * score_strides[0] + head * score_strides[1] + block.to(tl.int64) * score_strides[2]
     at = tl.max_contiguous(at, [1, 2, 4])  # lanes along the second axis: Triton orders axes by this
     if EARLY:
+        if AHEAD:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not AHEAD:
+            tl.extra.cuda.gdc_launch_dependents()
     score = tl.load(at) if WHOLE else tl.load(at, mask=present, other=0.0)
     forced = present & ((block < INIT) | (block >= visible - LOCAL))
     position = place(order_key(score, forced, present), visible, tl.minimum(visible, TOPK))

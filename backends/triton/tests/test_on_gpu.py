@@ -160,7 +160,9 @@ def test_decode_graph_replayed_over_other_lengths(format):
         assert worst_row(out, exact) <= BOUND[torch.bfloat16]
 
 
-@pytest.mark.parametrize("lengths", [DECODE, [(1, 300)] * 64], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "lengths", [DECODE, [(1, 300)] * 64, VERIFY, [(1, 9000)]], ids=["few", "many", "verify", "one"]
+)
 @pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3", "nvfp4"])
 def test_one_plan_for_several_layers(format, lengths):
     """Later layers repeat launches with other addresses: ids and rows as over plans of their own."""
