@@ -14,7 +14,7 @@ import triton.language as tl
 AT_ONCE = 2048
 #: pairs of a program, then and beyond
 MINE, PAIRS = 32, 256
-_ARRAYS = ["ids", "order", "items", "total", "positions", "counts", "x_factor"]
+_ARRAYS = ["ids", "order", "items", "total", "positions", "counts", "x_factor", "ready"]
 
 
 def sorters_of(pairs: int) -> int:
@@ -114,7 +114,7 @@ def convert(x, x_strides, wide, x_factor, token, size, padded, WIDE: tl.constexp
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "pairs", "sorters"],
+    do_not_specialize=["tokens", "pairs", "sorters", "most"],
     do_not_specialize_on_alignment=_ARRAYS,
 )
 def begin(
@@ -143,6 +143,8 @@ def begin(
     FOUR_BIT: tl.constexpr,
     EARLY: tl.constexpr,
     SHARED: tl.constexpr = -1,
+    ready=None,  # int32 [most], a counter for each item, which begins at 0
+    most=0,
 ):
     """Sorts pairs, or counts them, and converts tokens."""
     program = tl.program_id(0)
@@ -150,6 +152,10 @@ def begin(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if program < sorters:
+        if ready is not None and program == sorters - 1:
+            for low in range(0, most, EXPERTS):
+                at = low + tl.arange(0, EXPERTS)
+                tl.store(ready + at, tl.zeros((EXPERTS,), tl.int32), mask=at < most)
         if MINE == 0:
             _count(ids, id_strides, positions, counts, program, pairs, SLOTS, PAIRS, SHARED)
         elif program == sorters - 1:

@@ -14,9 +14,9 @@ import triton.language as tl
 
 from m3hal_triton._moe_decode import TALL, load_scales, load_weights, scales_ahead
 
-_ARRAYS = ["items", "total", "order", "x_factor"]
-#: tokens of a tile from which on items of half and a quarter of them have products of their own
-WIDE = tl.constexpr(128)
+_ARRAYS = ["items", "total", "order", "x_factor", "ready"]
+#: tokens of a tile from which on items of half and a quarter of them have products of their own; of one for halves
+WIDE, HALVED = tl.constexpr(128), tl.constexpr(32)
 
 
 @triton.jit
@@ -238,16 +238,19 @@ def up(
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,  # tokens that are not there are not read
     EARLY: tl.constexpr,
+    ready=None,  # int32, for each item how many programs have stored what is theirs; None: nobody asks
 ):
     """The activation of w13 times the tokens, in the order of their experts."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     tiles = tl.cdiv(2 * inner, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
-    expert, start, count = item_of(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
+    item = tl.program_id(0) // (tiles * SPLITS)
+    expert, start, count = item_of(items, total, tokens, item, BT + BX, SORTED)
     if count <= 0:
         return
+    if EARLY:  # not before a program knows whether it has an item: the kernels after it may end before it
+        tl.extra.cuda.gdc_launch_dependents()
     n = tile * BN + tl.arange(0, BN)
     row = rows_of(matrix, expert, n, 2 * inner)
     # one of them runs: an expert that few chose is not multiplied with a tile of many
@@ -263,7 +266,7 @@ def up(
             inner, numbers, SLOTS, RAISE, BN, BT // 4, 0, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
             STAGES, MASKED, EARLY,
         )  # fmt: skip
-    elif BT >= WIDE and count <= BT // 2:
+    elif (BT >= WIDE or BT == HALVED) and count <= BT // 2:
         _up_tile(
             x, x_strides, x_factor, row, order, start, count, n, tile, split, hidden, raw, positions, size, width,
             inner, numbers, SLOTS, RAISE, BN, BT // 2, 0, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
@@ -275,6 +278,17 @@ def up(
             inner, numbers, SLOTS, RAISE, BN, BT, 0, BK, SPLITS, FORMAT, COMPUTE, SORTED, EVEN, NATIVE, PRECISION,
             STAGES, MASKED, EARLY,
         )  # fmt: skip
+    if ready is not None:
+        tl.debug_barrier()
+        tl.atomic_add(ready + item, 1, sem="release")
+
+
+@triton.jit
+def _seen(counter):
+    """What it counts; what was stored before it was raised can be read."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -332,8 +346,8 @@ def _down_tile(
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "positions"],
-    do_not_specialize_on_alignment=["items", "total", "factor"],
+    do_not_specialize=["tokens", "positions", "arrivals"],
+    do_not_specialize_on_alignment=["items", "total", "factor", "ready"],
 )
 def down(
     hidden,  # [positions, inner]
@@ -363,18 +377,30 @@ def down(
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,  # tokens that are not there are not read
     EARLY: tl.constexpr,
+    ready=None,  # of up: what is waited for, of one item; None: all that up does
+    arrivals=0,  # how many programs of up an item has
 ):
-    """w2 times the hidden activations, in their order."""
+    """w2 times the hidden activations, in their order.
+
+    With ``ready``, programs run beside the last ones of :func:`up`. All of those have their places on the GPU before
+    the first of these is launched, so whoever waits here waits for a program that runs.
+    """
     tiles = tl.cdiv(rows, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
-    expert, start, count = item_of(items, total, tokens, tl.program_id(0) // (tiles * SPLITS), BT + BX, SORTED)
+    item = tl.program_id(0) // (tiles * SPLITS)
+    expert, start, count = item_of(items, total, tokens, item, BT + BX, SORTED)
+    arrived = _seen(ready + item) if ready is not None else 0
     n = tile * BN + tl.arange(0, BN)
     row = rows_of(matrix, expert, n, rows)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if ready is None:
+            tl.extra.cuda.gdc_wait()
     if count <= 0:
         return
+    if ready is not None:
+        while arrived < arrivals:
+            arrived = _seen(ready + item)
     into = parts + split.to(tl.int64) * positions * rows
     if BX > 0 and count > BT:
         _down_tile(
@@ -386,7 +412,7 @@ def down(
             hidden, factor, row, into, powers, start, count, n, tile, split, size, inner, rows,
             LOWER, BN, BT // 4, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED, EARLY,
         )  # fmt: skip
-    elif BT >= WIDE and count <= BT // 2:
+    elif (BT >= WIDE or BT == HALVED) and count <= BT // 2:
         _down_tile(
             hidden, factor, row, into, powers, start, count, n, tile, split, size, inner, rows,
             LOWER, BN, BT // 2, 0, BK, SPLITS, FORMAT, COMPUTE, EVEN, NATIVE, PRECISION, STAGES, MASKED, EARLY,

@@ -11,13 +11,15 @@ from m3hal.shape import Site
 @dataclass(frozen=True)
 class Tile:
     """Launch parameters of a product. rows: of the weights; depth: of K. programs: on each multiprocessor, towards
-    which K is split where experts are few; 0: never."""
+    which K is split where experts are few; 0: never. registers: of a thread, at most, on Hopper; 0: as many as ptxas
+    likes."""
 
     rows: int
     depth: int
     warps: int = 4
     stages: int = 4
     programs: int = 0
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,11 @@ _PLAIN: Ladder = (
 )
 _SPLIT = Tile(128, 128, stages=3, programs=4)
 _E4M3_FEW = Tile(64, 256, stages=3)
+#: three programs share a multiprocessor; with ptxas's choice of 190 registers two would
+_E4M3_HALVED = Tile(128, 128, stages=3, registers=168)
 _E4M3: Ladder = (
     (4, Tuning(16, _E4M3_FEW, _E4M3_FEW)),
-    (24, Tuning(32, Tile(128, 128, stages=3), Tile(128, 128, stages=3))),
+    (24, Tuning(32, _E4M3_HALVED, _E4M3_HALVED)),
     (96, _SOME),
     (_ALL, _MANY),
 )

@@ -104,6 +104,7 @@ class _Batch:
     early: bool
     native: bool
     is_hopper: bool
+    ready: torch.Tensor | None  # where w2's programs wait for their item alone: how much of it w13's have stored
 
     @property
     def lift(self) -> bool:
@@ -195,6 +196,7 @@ class _Run:
         inner, width = self._padded(site.intermediate_size, site.weight_format), 4 if self._is_wide else 2
         room.add("numbers", 4 * (power_of_two_above(self._experts + joined) + 1))
         room.add("items", 16 * (min(self._experts + joined, pairs) + pairs // 8 + 1))
+        room.add("ready", 4 * (min(self._experts + joined, pairs) + pairs // 8 + 1))
         room.add("order", 4 * pairs)
         room.add("positions", 4 * pairs)
         if self._is_few(tokens, joined):
@@ -277,7 +279,8 @@ class _Run:
         pairs, format = len(x) * (self._slots + joined), packing.format_of_matrix(experts.w13, x)
         tuning, compute = self._tuning(pairs), self._compute(format)
         numbers, splits = memory.take("numbers", torch.int32, -1), self._both_splits(pairs)
-        has_wide = compute == tl.float16
+        has_wide, early = compute == tl.float16, programmatic(x.device)
+        waits_for_one = early and splits[0] == 1 and tuning.tokens < WIDE and not self._rounds
         return _Batch(
             x=x,
             ids=ids,
@@ -298,9 +301,10 @@ class _Run:
             shared=self._experts if joined else -1,
             tuning=tuning,
             splits=splits,
-            early=programmatic(x.device),
+            early=early,
             native=native(x.device),
             is_hopper=is_hopper(x.device),
+            ready=memory.take("ready", torch.int32, -1) if waits_for_one and not self._site.lora_rank else None,
         )
 
     def _given(self, x: torch.Tensor, memory: Memory, *, has_wide: bool) -> torch.Tensor:
@@ -372,7 +376,7 @@ class _Run:
             batch.items, batch.total, positions, counts, tokens, pairs, sorters, x.shape[1], padded,
             **same, MINE=align.MINE if at_once else 0,
             WIDE=power_of_two_above(max(padded, 64)), FOUR_BIT=_is_packed(self._stored), EARLY=early,
-            num_warps=8, **after(early),
+            ready=batch.ready, most=batch.count, num_warps=8, **after(early),
         )  # fmt: skip
         if not at_once:
             align.scatter[(sorters,)](
@@ -398,6 +402,7 @@ class _Run:
             more = {"BT": few.COLUMNS}
         else:
             more = {"BX": batch.tuning.extra, "BT": batch.tuning.tokens, "SORTED": batch.order is not None}
+            more["ready"] = batch.ready
             more["MASKED"] = batch.tuning.tokens <= MASKED or batch.tuning.tokens >= WIDE
         return {
             "BN": tile.rows,
@@ -412,6 +417,7 @@ class _Run:
             "EARLY": batch.early,
             "num_warps": tile.warps,
             **more,
+            **({"maxnreg": tile.registers} if tile.registers and batch.is_hopper else {}),
             **after(batch.early),
         }
 
@@ -445,7 +451,9 @@ class _Run:
             batch.hidden, batch.hidden_factor, matrix.arguments(self._rounds), batch.items, batch.total, batch.parts,
             batch.powers,
             len(batch.x), len(batch.hidden), matrix.size, batch.hidden.shape[1], matrix.rows,
-            LOWER=1.0 / self._raise if batch.lift else 1.0, **self._common(batch, matrix, tile, splits),
+            LOWER=1.0 / self._raise if batch.lift else 1.0,
+            arrivals=triton.cdiv(2 * batch.hidden.shape[1], batch.tuning.up.rows),
+            **self._common(batch, matrix, tile, splits),
         )  # fmt: skip
 
     def _shared(self, batch: _Batch, experts: Packed, memory: Memory) -> torch.Tensor | None:
@@ -464,6 +472,7 @@ class _Run:
             x_factor=memory.find("x_factor", torch.float32, -1) if has_wide else None,
             items=None,
             total=None,
+            ready=None,
             order=None,
             hidden=memory.take("shared_hidden", torch.float16 if has_wide else batch.x.dtype, tokens, -1),
             raw=None,

@@ -1,14 +1,18 @@
 """Routed and shared experts and their adapters, against the definition in fp64."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+import triton.language as tl
 from attention_cases import DEVICE, poisoned, worst_row
+from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_tuning as tuning
 from m3hal_triton import moe_experts as module
 from m3hal_triton._moe_align import AT_ONCE
 from m3hal_triton._moe_tuning import Tile, Tuning
+from m3hal_triton._workspace import Memory
 from m3hal_triton.moe_experts import batch_invariant, fp8_activations, moe_experts
 
 from m3hal import formats
@@ -214,18 +218,40 @@ def test_a_narrow_product_beside_the_tile(format):
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "mxfp8"])
-def test_items_of_every_width(format):
-    """Experts with a quarter of a wide tile's tokens, with a half, with nearly all, and with a few more."""
-    tile = Tile(128, 64)
-    ladder = ((float("inf"), Tuning(128, tile, tile, extra=16)),)
-    site = _site("bfloat16", format, 140, top_k_experts=4)
-    experts, (x, weights, _) = _experts(format), _inputs(140, torch.bfloat16)
-    ids = torch.full((140, 4), -1, dtype=torch.int32, device=DEVICE)
-    for expert, count in enumerate((140, 127, 60, 30)):
+@pytest.mark.parametrize(("tuning", "counts"), [((128, 16), (140, 127, 60, 30)), ((32, 0), (48, 32, 16, 3))])
+def test_items_of_every_width(format, tuning, counts):
+    """Experts with a quarter of a tile's tokens, with a half, with nearly all, and with a few more."""
+    tile, tokens = Tile(128, 64), counts[0]
+    ladder = ((float("inf"), Tuning(tuning[0], tile, tile, extra=tuning[1])),)
+    site = _site("bfloat16", format, tokens, top_k_experts=4)
+    experts, (x, weights, _) = _experts(format), _inputs(tokens, torch.bfloat16)
+    ids = torch.full((tokens, 4), -1, dtype=torch.int32, device=DEVICE)
+    for expert, count in enumerate(counts):
         ids[:count, expert] = expert
     weights = weights.nan_to_num(0.3)
     kernel = module._kernel(site, ladder)
     out = _run(kernel, x, weights, ids, kernel.prepare_weights(experts))
+    assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("tokens", [9, 30])
+def test_programs_of_w2_wait_for_their_item(tokens, monkeypatch):
+    """Each program of w13 is counted for its item, once, and no program of w2 asks for more."""
+    if DEVICE == "cpu":  # launches one after the other, so what is asked is what is there
+        monkeypatch.setattr(module, "programmatic", lambda device: True)
+        monkeypatch.setattr(tl.extra.cuda, "gdc_wait", lambda: None)
+        monkeypatch.setattr(tl.extra.cuda, "gdc_launch_dependents", lambda: None)
+        asked = itertools.count()
+        monkeypatch.setattr(gemm, "_seen", lambda counter: tl.load(counter) if next(asked) < 1000 else counter / 0)
+    site, experts = _site("bfloat16", "mxfp8", tokens), _experts("mxfp8")
+    kernel, (x, weights, ids) = moe_experts(site), _inputs(tokens, torch.bfloat16)
+    scratch = torch.full((kernel.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    packed = kernel.prepare_weights(experts)
+    out = kernel.run(x, weights, ids, packed, workspace=scratch)
+    memory = Memory(kernel.run.room(tokens), scratch)
+    found = memory.take("ready", torch.int32, -1)[: memory.take("numbers", torch.int32, -1)[-1]]
+    rows = kernel.run._tuning(4 * tokens).up.rows
+    assert found.tolist() == [-(-packed.w13.rows // rows)] * len(found)
     assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
 
 
