@@ -399,7 +399,7 @@ class _Run:
     ) -> dict[str, Any]:
         """Launch arguments that both products take."""
         if is_few:
-            more = {"BT": few.COLUMNS}
+            more: dict[str, Any] = {"BT": few.COLUMNS}
         else:
             more = {"BX": batch.tuning.extra, "BT": batch.tuning.tokens, "SORTED": batch.order is not None}
             more["ready"] = batch.ready
