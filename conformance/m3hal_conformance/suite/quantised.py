@@ -129,10 +129,11 @@ def _weights() -> list[Case]:
 
 
 def _broken_rows(rng: Rng) -> Tensor:
-    """Rows of ordinary numbers; in some one element is NaN, an infinity, or both, and one row is nothing but NaN."""
+    """Rows of ordinary numbers; in some an element is NaN, an infinity, or both; one is all NaN, one has both zeros."""
     x = rng.normal(9, 96) * torch.exp(2 * rng.normal(9, 1))
     x[1, 5], x[2, 40], x[4, 95], x[5] = NAN, INF, -INF, NAN
     x[7, 3], x[7, 90] = INF, NAN
+    x[8, 30:34] = torch.tensor([-0.0, 0.0, -0.0, 0.0])
     return x
 
 

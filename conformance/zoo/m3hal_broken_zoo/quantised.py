@@ -354,6 +354,12 @@ def quantize_fp8_towards_zero(site, right):
     return run
 
 
+@mutant("quantize", "to_fp8_e4m3_broken_rows:oracle")
+def quantize_loses_signs_of_zeros(site, right):
+    """-0 becomes 0, as where a quotient is corrected by what it leaves."""
+    return lambda x: right(x + 0.0)
+
+
 @mutant("quantize", "to_mxfp4:oracle", "F55")
 def quantize_swaps_nibbles(site, right):
     """The even element lies in the high half of its byte."""

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from m3hal import formats
-from m3hal.formats import PLAIN_FORMATS, QTensor, e8m0, spec_of
+from m3hal import formats, ops
+from m3hal.formats import PLAIN_FORMATS, QTensor, e4m3, e8m0, spec_of
 from m3hal.layouts.stored import quantize_like, stored
 from m3hal.ops.kv_write import kv_write
 from m3hal_broken_zoo._zoo import mutant
+from m3hal_broken_zoo.quantised import towards_zero
 
 
 def _swapped(packed):
@@ -212,13 +213,44 @@ def moe_experts_share_a_global_scale(site, right):
     return lambda x, w, ids, experts: right(x, w, ids, replace(experts, w13=first(experts.w13), w2=first(experts.w2)))
 
 
+def _experts(site, **traits):
+    """The definition of the experts with freedoms."""
+    operator = ops.load("moe_experts")
+    return lambda *inputs: operator.reference(*inputs, **operator.static_values(site), traits=traits)
+
+
 @mutant("moe_experts", "fp8_e4m3_experts:oracle")
 def moe_experts_rounds_activations(site, right):
     """Inputs of both products in FP8 where weights are, without declaring it."""
+    rounding = _experts(site, activation_format="fp8_e4m3")
+    return lambda *inputs: (rounding if isinstance(inputs[3].w13, QTensor) else right)(*inputs)
+
+
+#: FP8 products of Hopper's matrix unit: the worst row is bounded loosely
+SHORT_SUMS = {"activation_format": "fp8_e4m3", "double_rounding": "bfloat16", "mma_accum": "float22"}
+
+
+@mutant("moe_experts", "fp8_e4m3_experts:oracle", declares={"traits": SHORT_SUMS})
+def moe_experts_cuts_tokens_off(site, right):
+    """Tokens become E4M3 towards zero, where sums of 14 bits are declared."""
+    rounding = _experts(site, **SHORT_SUMS)
 
     def run(x, w, ids, experts):
-        traits = {"traits": {"activation_format": "fp8_e4m3"}} if isinstance(experts.w13, QTensor) else {}
-        return right(x, w, ids, experts, **traits)
+        scale = formats.quantize(x.float(), spec_of("fp8_e4m3")).scale if experts.x_scale is None else experts.x_scale
+        cut = e4m3.decode(towards_zero(x.float() / scale, e4m3.OCP)) * scale
+        return rounding(cut, w, ids, experts).to(x.dtype)
+
+    return run
+
+
+@mutant("moe_experts", "fp8_e4m3_experts:oracle", declares={"traits": SHORT_SUMS})
+def moe_experts_one_scale_for_all_tokens(site, right):
+    """The largest token sets every token's scale, where sums of 14 bits are declared."""
+    rounding = _experts(site, **SHORT_SUMS)
+
+    def run(x, w, ids, experts):
+        scale = x.float().abs().max() / e4m3.OCP if len(x) else None
+        return rounding(x, w, ids, experts if experts.x_scale is not None else replace(experts, x_scale=scale))
 
     return run
 
