@@ -16,8 +16,10 @@ from m3hal_triton._launch import converts, power_of_two_above
 
 #: columns of one program, of formats whose scales lie close together
 COLUMNS = 2048
-#: columns that a program of one row holds at a time
-WIDEST = 8192
+#: parts of a row that its program holds; longer rows are read twice
+HELD = tl.constexpr(4)
+#: columns of a part at most
+WIDEST = 4096
 #: a scale's neighbours, as many as a program has at least
 MIN_COLUMNS = 32
 _INFINITY = tl.constexpr(0x7F800000)
@@ -53,11 +55,11 @@ def quantize_rows(
     given: the one scale of all rows; None: each row's own, of its largest number.
     """
     width = x.shape[1]
-    columns = min(power_of_two_above(width), WIDEST)
+    columns = min(max(power_of_two_above(width) // HELD.value, MIN_COLUMNS), WIDEST)
     _whole_rows[(len(x),)](
         x, codes.view(torch.uint8), scales, given, x.stride(), codes.stride(), scales.stride(0), width,
-        MAXIMUM=maximum, COLUMNS=columns, NATIVE=maximum == 448 and converts(x.device),
-        num_warps=max(1, min(8, columns // 512)),
+        MAXIMUM=maximum, COLUMNS=columns, PARTS=triton.cdiv(width, columns),
+        NATIVE=maximum == 448 and converts(x.device), num_warps=8 if columns > 2048 else max(1, min(4, columns // 256)),
     )  # fmt: skip
 
 
@@ -89,18 +91,19 @@ def magnitude(x):
 @triton.jit
 def _whole_rows(
     x, data, scales, given, x_strides, data_strides, scale_stride, width,
-    MAXIMUM: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.constexpr,
+    MAXIMUM: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
+    """The codes that a division gives, without one for each number: a product with the reciprocal of the row's scale is
+    corrected by what it leaves."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_strides[0]
     data += row * data_strides[0]
-    column = tl.arange(0, COLUMNS)
-    number = tl.load(x + column * x_strides[1], mask=column < width, other=0.0).to(tl.float32)
-    most = magnitude(number)
-    for first in range(COLUMNS, width, COLUMNS):
-        at = first + column
-        more = tl.load(x + at * x_strides[1], mask=at < width, other=0.0).to(tl.float32)
-        most = tl.maximum(most, magnitude(more))
+    held, most = (), tl.zeros((COLUMNS,), tl.int32)
+    for part in tl.static_range(PARTS):
+        number = _part(x, x_strides[1], part, width, COLUMNS)
+        most = tl.maximum(most, magnitude(number.to(tl.float32)))
+        if PARTS <= HELD:
+            held += (number,)
     largest = tl.max(most, 0).to(tl.float32, bitcast=True)
     if given is None:
         scale = tl.div_rn(largest, MAXIMUM + 0.0)
@@ -108,29 +111,42 @@ def _whole_rows(
     else:
         scale = tl.load(given).to(tl.float32)
     tl.store(scales + row * scale_stride, scale)
-    lift = tl.where(largest < 2.0**-60, 2.0**60, 1.0)  # a reciprocal stays in range
-    scale *= lift
     inverse = tl.div_rn(1.0, scale)
-    usual = largest * lift * inverse < float("inf")
-    code = _ratio(number * lift, scale, inverse, usual, MAXIMUM, NATIVE)
-    tl.store(data + column * data_strides[1], code, mask=column < width)
-    for first in range(COLUMNS, width, COLUMNS):
-        at = first + column
-        more = tl.load(x + at * x_strides[1], mask=at < width, other=0.0).to(tl.float32)
-        code = _ratio(more * lift, scale, inverse, usual, MAXIMUM, NATIVE)
-        tl.store(data + at * data_strides[1], code, mask=at < width)
+    back = 0.0 - inverse
+    # where nothing that matters is subnormal, infinite or NaN
+    if (scale >= 2.0**-66) & (scale < 2.0**120) & (largest * inverse < float("inf")):
+        for part in tl.static_range(PARTS):
+            again = (held[part] if PARTS <= HELD else _part(x, x_strides[1], part, width, COLUMNS)).to(tl.float32)
+            ratio = again * inverse
+            over = tl.fma(ratio, scale, _negative(again))
+            ratio = tl.fma(over, back, ratio)  # -0 keeps its sign
+            _store(ratio, data, data_strides[1], part, width, COLUMNS, MAXIMUM, NATIVE)
+    else:
+        for part in tl.static_range(PARTS):
+            again = (held[part] if PARTS <= HELD else _part(x, x_strides[1], part, width, COLUMNS)).to(tl.float32)
+            _store(tl.div_rn(again, scale), data, data_strides[1], part, width, COLUMNS, MAXIMUM, NATIVE)
 
 
 @triton.jit
-def _ratio(number, scale, inverse, usual, MAXIMUM: tl.constexpr, NATIVE: tl.constexpr):
-    """Bytes of the codes of number / scale, as a division rounds it: a product with the reciprocal, corrected by what
-    that leaves. usual: whether the row's largest quotient is finite, and its scale; else corrections are NaN."""
-    ratio = number * inverse
-    exact = tl.fma(-tl.fma(ratio, scale, -number), inverse, ratio)  # so that -0 keeps its sign
-    ratio = tl.where(usual, exact, ratio)
+def _negative(x):
+    """-x: Triton 3.6 takes it for 0 - x, which has another zero."""
+    return (x.to(tl.int32, bitcast=True) ^ -0x80000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _part(x, stride, part: tl.constexpr, width, COLUMNS: tl.constexpr):
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    return tl.load(x + column * stride, mask=column < width, other=0.0)
+
+
+@triton.jit
+def _store(
+    ratio, data, stride, part: tl.constexpr, width, COLUMNS: tl.constexpr, MAXIMUM: tl.constexpr, NATIVE: tl.constexpr
+):
     if MAXIMUM != 448:  # comparisons with NaN are false, so a NaN stays
         ratio = tl.where(ratio > MAXIMUM, MAXIMUM, tl.where(ratio < -MAXIMUM, -MAXIMUM, ratio))
-    return e4m3(ratio, NATIVE).to(tl.uint8)
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(data + column * stride, e4m3(ratio, NATIVE).to(tl.uint8), mask=column < width)
 
 
 @triton.jit
