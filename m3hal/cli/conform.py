@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="the small cases only; the reference takes under a minute of one core",
+        help="the small cases only; the reference takes about a minute of one core",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="other numbers of the same structure (default: %(default)s)"
