@@ -76,8 +76,40 @@ def _experts(tokens: int, format: str, inner: int) -> Make:
     return make
 
 
+def _crowd(counts: tuple[int, ...], format: str) -> Make:
+    """Each expert has one slot of its own, and the first so many tokens: tiles of many tokens, full and nearly so."""
+
+    def make(rng: Rng, site: Site) -> Inputs:
+        tokens, k = max(counts), len(counts)
+        ids = torch.where(torch.arange(tokens)[:, None] < torch.tensor(counts), torch.arange(k), -1)
+        order = torch.stack([rng.permutation(k) for _ in range(tokens)])
+        hidden, inner = site.hidden_size, site.intermediate_size
+        w13, w2 = rng.normal(k, 2 * inner, hidden) * hidden**-0.5, rng.normal(k, hidden, inner) * inner**-0.5
+        first, second = (_stored(w, format) if format else w.to(dtype_of(site)) for w in (w13, w2))
+        x, weights = rng.normal(tokens, hidden).to(dtype_of(site)), rng.uniform(0.25, 1.0, tokens, k)
+        return {"x": x, "weights": weights, "ids": ids.gather(1, order).int(), "experts": ExpertWeights(first, second)}
+
+    return make
+
+
 def _moe() -> list[Case]:
     cases: list[Case] = []
+    for format in ("", "fp8_e4m3", "mxfp8"):
+        few: dict[str, Any] = {"weight_format": format} if format else {}
+        cases += ask(
+            "moe_experts",
+            f"{format or 'plain'}_many_tokens",
+            _crowd((330, 281, 256, 70), format),
+            kind="moe",
+            hidden_size=1024,
+            intermediate_size=512,
+            num_local_experts=4,
+            dtypes=("bfloat16",),
+            checks=ONCE,
+            input_class="real",
+            sizes=DEVICE.name,
+            **few,
+        )
     for format in ("", "fp8_e4m3", "mxfp8", "mxfp4", "nvfp4"):
         stored: dict[str, Any] = {"weight_format": format} if format else {}
         for tokens in (1, 40) if format else (1, 40, 300):
