@@ -140,6 +140,7 @@ class _Indexer:
         self._rows = 16 if self._narrow else PREFILL.rows
         self._settings: dict[tuple[object, ...], tuple[Launcher, Settings]] = {}
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._fake = load("select_blocks").fake
         self._requests = triton.next_power_of_2(max(site.max_seqs, 1))
 
     def _few(
@@ -327,12 +328,12 @@ class _Select(_Indexer):
         out: torch.Tensor | None = None,
         workspace: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        kept = batch.calls.get(self)
-        if kept is not None and out is not None and _repeat(kept, index_q, index_cache, out, workspace, self._rows_of):
-            return out
         site, meta = self._site, batch.meta
         if out is None:
-            out = load("select_blocks").fake(index_q, index_cache, meta, top_k_blocks=site.top_k_blocks)
+            out = self._fake(index_q, index_cache, meta, top_k_blocks=site.top_k_blocks)
+        kept = batch.calls.get(self)
+        if kept is not None and _repeat(kept, index_q, index_cache, out, workspace, self._rows_of):
+            return out
         if not out.numel() or not meta.seq_lens.shape[0]:
             return out.fill_(-1)
         known = self._scratch

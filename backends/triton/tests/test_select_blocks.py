@@ -113,3 +113,18 @@ def test_repeated_launches_ask_for_a_descriptor_only_where_there_was_one(monkeyp
     kernel, cache = select_blocks(site), batch.cache(1, 128, False)
     kernel.run(batch.queries(4, 128), cache, plan(kernel, batch.meta), workspace=workspace(kernel))
     assert changing[0] == ((0, 1, 8) if programmatic(batch.meta.cu_q.device) else (0, 1))
+
+
+def test_a_layer_that_gives_no_output_repeats_launches_too(monkeypatch):
+    """vLLM's layers pass none: what the plan keeps is launched for a new one."""
+    site = sparse_site(torch.float32)
+    batch, index_q, cache = _inputs(site, [(1, 90), (1, 50)], torch.float32)
+    kernel, planned, room = select_blocks(site), plan(select_blocks(site), batch.meta), workspace(select_blocks(site))
+    first = kernel.run(index_q, cache, planned, workspace=room)
+    repeated = []
+    monkeypatch.setattr("m3hal_triton.select_blocks._repeat", lambda *given: repeated.append(given[3]) or True)
+    planned.calls[kernel.run] = "kept"
+    ids = kernel.run(index_q, cache, planned, workspace=room)
+    assert len(repeated) == 1
+    assert repeated[0] is ids
+    assert ids.shape == first.shape
