@@ -83,11 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()  # the reader left, as `m3hal ops | head` does
         code = FAIL
     except OSError as error:
-        if error.filename is not None or error.errno not in _NO_ROOM:
-            raise
-        _drop_output()
-        print(f"m3hal: the output can't be written: {error.strerror}.", file=sys.stderr)
-        code = FAIL
+        code = _of_system(error, arguments.json is True)
     except KeyboardInterrupt:
         if not arguments.is_command_line:
             raise
@@ -122,6 +118,18 @@ def _open_streams() -> None:
 def _drop_output() -> None:
     """What stdout still holds goes nowhere; Python would complain again when it closes it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _of_system(error: OSError, as_json: bool) -> int:
+    """Tells of output that has no room, and of contents given for a file's name; raises what else the system says."""
+    if error.errno == errno.ENAMETOOLONG and error.filename is not None:
+        _report(ConfigurationError(f"no file is called {str(error.filename)[:40]!r}...: {error.strerror}."), as_json)
+        return USAGE
+    if error.filename is not None or error.errno not in _NO_ROOM:
+        raise error
+    _drop_output()
+    print(f"m3hal: the output can't be written: {error.strerror}.", file=sys.stderr)
+    return FAIL
 
 
 def _code(error: M3halError) -> int:

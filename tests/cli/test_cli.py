@@ -262,6 +262,17 @@ def test_output_that_goes_nowhere_is_no_traceback(where: str, code: int, told: s
     assert (done.returncode, done.stderr) == (code, told)
 
 
+@pytest.mark.parametrize("arguments", [("explain", "--model"), ("plan", "diff"), ("convert", "mxfp4-to-fp8")])
+def test_contents_in_place_of_a_name(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """``--model "$(cat config.json)"``: a sentence, whichever command looks for the file first."""
+    contents = '{"architectures": []}' * 300
+    rest = ("there", "--profile", "hopper") if arguments[0] == "convert" else ()
+    assert main((*arguments, contents, *rest)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("m3hal: ")
+    assert "File name too long" in error
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_documents_itself_and_knows_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--help shows the command's docstring; --json is everywhere."""
