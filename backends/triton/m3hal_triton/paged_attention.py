@@ -115,7 +115,7 @@ class _Run:
         # parts are of all tokens, those of no request too
         programs = max(requests * chunks, triton.cdiv(q.shape[0], tile)) * site.num_kv_heads
         splits = min(power_of_two_below(min(2 * multiprocessors(q.device), MAX_SPLIT_PROGRAMS) // programs), MAX_SPLITS)
-        splits = 1 if self._fixed else splits
+        splits = 1 if self._fixed or workspace is None else splits
         early = splits > 1 and programmatic(q.device)
         words = q.new_empty(0, dtype=torch.float32) if workspace is None else workspace.view(torch.float32)
         rows = q.shape[0] * site.num_q_heads * splits if splits > 1 else 0

@@ -32,14 +32,21 @@ def test_ragged_in_parts(monkeypatch):
     _check(site, Batch(site, RAGGED, torch.float32, extra_tokens=2))
 
 
-def _check(site, batch):
+def test_without_a_workspace():
+    """Nothing is split where there is no room for parts."""
+    site = sparse_site(torch.float32, causal=True, window_left=-1, return_lse=True)
+    _check(site, Batch(site, DECODE, torch.float32), room=False)
+
+
+def _check(site, batch, room=True):
     """Runs the kernel over poison and compares out and lse with the definition."""
     dtype = batch.dtype
     q, kv = batch.queries(site.num_q_heads, 32), batch.cache(site.num_kv_heads, 32, True)
     kernel, op = paged_attention(site), load("paged_attention")
     out = poisoned(batch.tokens, site.num_q_heads, 32, dtype=dtype)
     lse = poisoned(batch.tokens, site.num_q_heads, dtype=torch.float32)
-    kernel.run(q, kv, plan(kernel, batch.meta), out=(out, lse), workspace=workspace(kernel))
+    extra = {"workspace": workspace(kernel)} if room else {}
+    kernel.run(q, kv, plan(kernel, batch.meta), out=(out, lse), **extra)
     exact, exact_lse = op.reference(q.double(), double(kv), batch.meta, **op.static_values(site))
     assert worst_row(out, exact) <= BOUND[dtype]
     dead = torch.isneginf(exact_lse)
