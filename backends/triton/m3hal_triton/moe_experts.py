@@ -21,6 +21,7 @@ from m3hal_triton import _moe_combine as ends
 from m3hal_triton import _moe_few as few
 from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_lora as low_rank
+from m3hal_triton import _moe_wide_codes as wide_codes
 from m3hal_triton import _moe_weights as packing
 from m3hal_triton._launch import (
     DOT_PRECISION,
@@ -178,6 +179,10 @@ class _Run:
         is_plain = not self._is_wide and not self._site.lora_rank and self._tuning(pairs).tokens >= WIDE
         return is_plain and (is_hopper(_device()) or not native(_device()))
 
+    def _power_rows(self, batch: _Batch, matrix: Matrix) -> int:
+        """Of w2, for whose outputs of a token there is one power of two."""
+        return int(wide_codes.HALF.value) if wide_codes.takes_down(batch, matrix) else batch.tuning.down.rows
+
     def _both_splits(self, pairs: int) -> tuple[int, int]:
         site, tuning = self._site, self._tuning(pairs)
         inner = self._padded(site.intermediate_size, site.weight_format)
@@ -217,7 +222,8 @@ class _Run:
             room.add("raw", 8 * up * pairs * inner)
         if self._halves(pairs):
             room.add("parts", 2 * pairs * site.hidden_size)
-            room.add("powers", 4 * pairs * -(-site.hidden_size // self._tuning(pairs).down.rows))
+            rows = min(self._tuning(pairs).down.rows, wide_codes.HALF.value)
+            room.add("powers", 4 * pairs * -(-site.hidden_size // rows))
         else:
             room.add("parts", 4 * down * pairs * site.hidden_size)
         if site.lora_rank:
@@ -270,7 +276,7 @@ class _Run:
         ends.combine[(len(x), triton.cdiv(width, columns))](
             batch.parts, positions, len(batch.hidden), ids, ids.stride(), weights, weights.stride(), shared, result,
             result.stride(), width, SLOTS=batch.slots, LAST=joined, SPLITS=batch.splits[1],
-            COLUMNS=columns, powers=batch.powers, WIDTH=batch.tuning.down.rows, EARLY=batch.early,
+            COLUMNS=columns, powers=batch.powers, WIDTH=self._power_rows(batch, experts.w2), EARLY=batch.early,
             num_warps=4, **after(batch.early),
         )  # fmt: skip
         return result
@@ -429,6 +435,9 @@ class _Run:
         numbers = (site.alpha, site.beta, site.limit)
         raw = batch.raw if splits > 1 or lora is not None else None
         lift = self._raise if batch.lift else 1.0
+        if raw is None and wide_codes.takes(batch, matrix):
+            wide_codes.up(batch, matrix, numbers, lift)
+            return
         count, inner = batch.hidden.shape
         gemm.up[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
             batch.given, batch.given.stride(), batch.x_factor, matrix.arguments(self._rounds), batch.items, batch.total,
@@ -446,6 +455,9 @@ class _Run:
             )  # fmt: skip
 
     def _down(self, batch: _Batch, matrix: Matrix) -> None:
+        if wide_codes.takes_down(batch, matrix):
+            wide_codes.down(batch, matrix, self._raise)
+            return
         tile, splits = batch.tuning.down, batch.splits[1]
         gemm.down[(batch.count * splits * triton.cdiv(matrix.rows, tile.rows),)](
             batch.hidden, batch.hidden_factor, matrix.arguments(self._rounds), batch.items, batch.total, batch.parts,

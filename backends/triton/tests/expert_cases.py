@@ -51,6 +51,7 @@ def cases(site: Callable[[], Site]) -> dict[str, Callable[[], None]]:
         "experts 64 nvfp4": case(64, "nvfp4"),
         "experts 8192 bf16": case(8192, "bfloat16"),
         "experts 8192 mxfp8": case(8192, "mxfp8"),
+        "experts 8192 fp8": case(8192, "fp8_e4m3"),
         "experts 8192 fp8 activations": case(8192, "fp8_e4m3", "fp8_activations"),
         "experts 64 fp32": case(64, "float32", "moe_experts", "float32"),
         **{name: case(*given) for name, given in _BLOCKS.items()},

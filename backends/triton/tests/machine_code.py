@@ -31,6 +31,7 @@ import triton
 from machine_cases import CASES, ONLY
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime import jit
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -94,7 +95,8 @@ def source(
             kind, key = jit.native_specialize_impl(_Backend, value, False, True, True)
         signature[parameter.name] = kind
         specialise((index,), kind, key, value)
-    return ASTSource(function, signature, constants, attributes), options
+    made = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
+    return made(function, signature, constants, attributes), options
 
 
 class _Backend:
