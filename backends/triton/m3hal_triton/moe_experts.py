@@ -21,8 +21,8 @@ from m3hal_triton import _moe_combine as ends
 from m3hal_triton import _moe_few as few
 from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_lora as low_rank
-from m3hal_triton import _moe_wide_codes as wide_codes
 from m3hal_triton import _moe_weights as packing
+from m3hal_triton import _moe_wide_codes as wide_codes
 from m3hal_triton._launch import (
     DOT_PRECISION,
     after,
