@@ -22,7 +22,7 @@ WARPS = gl.constexpr(4)
 
 #: arguments whose values and addresses make no other kernel
 _NUMBERS = ["blocks", "table_row", "table_slot", "score_token", "score_head", "score_block"]
-_ARRAYS = ["cache", "cu_q", "seq_lens", "block_table", "first_block", "shares", "scores"]
+_ARRAYS = ["cache", "cu_q", "seq_lens", "block_table", "first_block", "shares", "scores", "rows"]
 
 
 @gluon.jit
