@@ -59,7 +59,7 @@ def quantize_rows(
     _whole_rows[(len(x),)](
         x, codes.view(torch.uint8), scales, given, x.stride(), codes.stride(), scales.stride(0), width,
         MAXIMUM=maximum, COLUMNS=columns, PARTS=triton.cdiv(width, columns),
-        NATIVE=maximum == 448 and converts(x.device), num_warps=8 if columns > 2048 else max(1, min(4, columns // 256)),
+        NATIVE=maximum == 448 and converts(x.device), num_warps=max(1, min(8, columns // 256)),
     )  # fmt: skip
 
 
