@@ -51,7 +51,9 @@ _GROUPED = (
     "_moe_ring.py",
     "_moe_tuning.py",
     "_moe_weights.py",
+    "_moe_wide.py",
     "_moe_wide_codes.py",
+    "_moe_wide_ends.py",
     "_workspace.py",
     "_decode.py",
     "_launch.py",
@@ -243,7 +245,12 @@ MANIFEST = Manifest(
         "block_scores": _indexer("block_scores"),
         "select_blocks": _indexer("select_blocks"),
         "topk_blocks": (
-            Impl("m3hal_triton.topk_blocks:topk_blocks", limits=_RANKED, files=("_choose.py", "_launch.py")),
+            Impl(
+                "m3hal_triton.topk_blocks:topk_blocks",
+                limits=_RANKED,
+                predicate="m3hal_triton.limits:ranked",
+                files=("_choose.py", "_launch.py"),
+            ),
         ),
         "merge_topk": (
             Impl("m3hal_triton.topk_blocks:merge_topk", limits=_RANKED, files=("_choose.py", "_launch.py")),

@@ -22,6 +22,7 @@ from m3hal_triton import _moe_few as few
 from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_lora as low_rank
 from m3hal_triton import _moe_weights as packing
+from m3hal_triton import _moe_wide as wide
 from m3hal_triton import _moe_wide_codes as wide_codes
 from m3hal_triton._launch import (
     DOT_PRECISION,
@@ -181,6 +182,8 @@ class _Run:
 
     def _power_rows(self, batch: _Batch, matrix: Matrix) -> int:
         """Of w2, for whose outputs of a token there is one power of two."""
+        if wide.takes(batch, matrix, batch.hidden):
+            return int(wide.ROWS.value)
         return int(wide_codes.HALF.value) if wide_codes.takes_down(batch, matrix) else batch.tuning.down.rows
 
     def _both_splits(self, pairs: int) -> tuple[int, int]:
@@ -435,6 +438,9 @@ class _Run:
         numbers = (site.alpha, site.beta, site.limit)
         raw = batch.raw if splits > 1 or lora is not None else None
         lift = self._raise if batch.lift else 1.0
+        if wide.takes(batch, matrix, batch.given):
+            wide.up(batch, matrix, numbers)
+            return
         if raw is None and wide_codes.takes(batch, matrix):
             wide_codes.up(batch, matrix, numbers, lift)
             return
@@ -455,6 +461,9 @@ class _Run:
             )  # fmt: skip
 
     def _down(self, batch: _Batch, matrix: Matrix) -> None:
+        if wide.takes(batch, matrix, batch.hidden):
+            wide.down(batch, matrix)
+            return
         if wide_codes.takes_down(batch, matrix):
             wide_codes.down(batch, matrix, self._raise)
             return
