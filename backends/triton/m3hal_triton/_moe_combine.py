@@ -67,10 +67,8 @@ def combine(
     tile = tl.program_id(1) * (COLUMNS // TILE) + tl.arange(0, COLUMNS // TILE)[:, None]
     column = tile * TILE + tl.arange(0, TILE)[None, :]
     inside = column < width
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    total = tl.zeros((COLUMNS // TILE, TILE), tl.float32)
+    # what was there before w2's programs began, asked for before they have ended
+    slots = ()
     for slot in tl.static_range(SLOTS):
         if LAST and slot == SLOTS - 1:
             here, weight = token >= 0, 1.0
@@ -78,6 +76,13 @@ def combine(
             here = tl.load(ids + token * id_strides[0] + slot * id_strides[1]) >= 0
             weight = tl.load(weights + token * weight_strides[0] + slot * weight_strides[1], mask=here, other=0.0)
         position = tl.load(positions + token * SLOTS + slot, mask=here, other=0).to(tl.int64)
+        slots += ((here, weight, position),)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros((COLUMNS // TILE, TILE), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        here, weight, position = slots[slot]
         there = inside & (column * 0 + here > 0)
         part = tl.zeros((COLUMNS // TILE, TILE), tl.float32)
         for split in tl.static_range(SPLITS):
