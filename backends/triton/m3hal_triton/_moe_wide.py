@@ -249,10 +249,11 @@ def down(batch: Any, matrix: Matrix) -> None:
 def _launch(
     batch: Any, matrix: Matrix, inputs: torch.Tensor, order: torch.Tensor | None, given: Any, out: Any, slots: int
 ) -> None:
-    codes = matrix.codes.view(inputs.dtype).view(-1, matrix.codes.shape[2])
-    bits = 8 * codes.element_size()
-    layout = gl.NVMMASharedLayout(LINE.value, bits, 2)
-    tiles = TensorDescriptor.from_tensor(codes, [ROWS.value, LINE.value * 8 // bits], layout)
+    bits, width = 8 * inputs.element_size(), matrix.codes.shape[2]
+    experts = len(matrix.codes) + (batch.shared >= 0)  # a shared one's rows follow the others', beyond this tensor
+    block, layout = [ROWS.value, LINE.value * 8 // bits], gl.NVMMASharedLayout(LINE.value, bits, 2)
+    codes = matrix.codes.view(inputs.dtype)
+    tiles = TensorDescriptor(codes, [experts * matrix.rows, width], [width, 1], block, layout)
     programs = min(batch.count * (matrix.rows // ROWS.value), multiprocessors(inputs.device))
     products_wide[(programs,)](
         inputs, inputs.stride(0), tiles, matrix.factor, batch.items, batch.total, order, given, out, matrix.rows,

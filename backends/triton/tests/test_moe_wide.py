@@ -3,6 +3,7 @@
 Gluon is not interpreted, so where there is no Hopper GPU their code is compiled only (machine_cases.py).
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -34,10 +35,10 @@ def _given(counts, dtype=torch.bfloat16):
     return x, weights.nan_to_num(0.3).masked_fill(ids < 0, torch.nan), ids
 
 
-def _kernel(factory, format, tokens):
+def _kernel(factory, format, tokens, **values):
     site = _site(
         "bfloat16", format, tokens, hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS,
-        num_experts=EXPERTS, top_k_experts=EXPERTS,
+        num_experts=EXPERTS, top_k_experts=EXPERTS, **values,
     )  # fmt: skip
     return site, factory(site), _experts(format, EXPERTS, HIDDEN, INNER)
 
@@ -102,6 +103,21 @@ def test_numbers_that_are_none_stay_where_they_are(taken):
     assert not out[chose, 9].isfinite().any()
     out[chose, 5], out[chose, 9] = clean[chose, 5], clean[chose, 9]
     assert worst_row(out, clean.double()) <= 1e-3  # powers of two of the other outputs may differ
+
+
+@ON_HOPPER
+def test_shared_expert_in_the_same_launches(taken):
+    """A shared expert whose rows follow those of the routed ones: tiles of it lie beyond their tensor."""
+    x, weights, ids = _given(COUNTS[0])
+    site, kernel, experts = _kernel(
+        moe_experts, "bfloat16", len(x), shared_intermediate_size=INNER, shared_format="bfloat16"
+    )
+    own = _experts("bfloat16", 1, HIDDEN, INNER, seed=3)
+    packed = kernel.prepare_weights(replace(experts, shared=own))
+    assert packed.joined
+    out = _run(kernel, x, weights, ids, packed)
+    assert len(taken) == 2
+    assert worst_row(out, _exact(site, x, weights, ids, replace(experts, shared=own))) <= BOUND[torch.bfloat16]
 
 
 @ON_HOPPER
