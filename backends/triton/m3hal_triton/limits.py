@@ -6,8 +6,18 @@ from m3hal.shape import Site
 
 
 def cache(site: Site) -> str | None:
-    """The main cache's numbers are no finer than the activations."""
+    """The main cache's numbers are no finer than the activations, and a kv head's queries fit beside its keys."""
+    group = site.num_q_heads // max(site.num_kv_heads, 1)
+    if site.head_dim > 128 and group > _MOST_WIDE:
+        return (
+            f"{group} query heads share a kv head of {site.head_dim} elements; beside keys of more than 128 shared "
+            f"memory holds {_MOST_WIDE}"
+        )
     return _coarser("kv_format", site.kv_format, site)
+
+
+#: query heads of a kv head of more than 128 elements
+_MOST_WIDE = 64
 
 
 def attention(site: Site) -> str | None:

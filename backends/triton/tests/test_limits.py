@@ -32,6 +32,14 @@ def test_finer_caches_than_activations():
     assert "index_format" in limits.indexer(site)
 
 
+@pytest.mark.parametrize(("heads", "dim", "served"), [(64, 256, True), (65, 256, False), (256, 128, True)])
+def test_groups_that_fit_shared_memory(heads, dim, served):
+    """128 heads of 256 elements beside three steps of keys and values were 262144 bytes."""
+    site = replace(SITE, num_q_heads=heads, num_kv_heads=1, head_dim=dim)
+    for refuses in (limits.cache, limits.attention):
+        assert (refuses(site) is None) == served
+
+
 @pytest.mark.parametrize(("rotary", "format", "served"), [(64, "nvfp4", True), (16, "nvfp4", False), (24, "", False)])
 def test_parts_of_rotated_heads(rotary, format, served):
     """Half of what rotates is a power of two and holds whole groups of the cache."""
