@@ -97,10 +97,16 @@ def _count(
 
 
 @triton.jit
-def convert(x, x_strides, wide, x_factor, token, size, padded, WIDE: tl.constexpr, FOUR_BIT: tl.constexpr):
-    """A token's activations over their power of two, in the order of the products' columns, filled up with zeros."""
+def convert(
+    x, x_strides, wide, x_factor, token, size, padded,
+    WIDE: tl.constexpr, FOUR_BIT: tl.constexpr, IN_ORDER: tl.constexpr = False,
+):  # fmt: skip
+    """A token's activations over their power of two, in the order of the products' columns, filled up with zeros.
+
+    IN_ORDER: as they are numbered.
+    """
     column = tl.arange(0, WIDE)
-    OWN: tl.constexpr = 32 if FOUR_BIT else 16  # of a thread of the products
+    OWN: tl.constexpr = 2 if IN_ORDER else 32 if FOUR_BIT else 16  # of a thread of the products
     within = column // 8 % (OWN // 2) * 2 + column % 2
     element = column // (4 * OWN) * (4 * OWN) + column // 2 % 4 * OWN + within
     at = x + token.to(tl.int64) * x_strides[0] + element * x_strides[1]

@@ -21,13 +21,13 @@ _ARRAYS = ["ids", "counters", "x_factor", "weights"]
 
 
 @triton.jit
-def _expert(ids, id_strides, pair, SLOTS: tl.constexpr, SHARED: tl.constexpr):
+def expert_at(ids, id_strides, pair, SLOTS: tl.constexpr, SHARED: tl.constexpr):
     """int64; -1: none. What is read here was there before the kernel that launched this one early had begun."""
     return expert_of(ids, id_strides, pair, pair + 1, SLOTS, SHARED, ".cg").to(tl.int64)
 
 
 @triton.jit
-def _arrive(counter):
+def arrive(counter):
     """How many came before; what they stored can be read."""
     tl.debug_barrier()
     return tl.atomic_add(counter, 1)
@@ -53,6 +53,7 @@ def begin(
     FOUR_BIT: tl.constexpr,
     ZEROS: tl.constexpr,
     EARLY: tl.constexpr,
+    IN_ORDER: tl.constexpr = False,  # of convert
 ):
     """Counters of zero; program t + 1 converts token t."""
     if EARLY:
@@ -64,7 +65,7 @@ def begin(
             at = low + tl.arange(0, ZEROS)
             tl.store(counters + at, tl.zeros((ZEROS,), tl.int32), mask=at < count)
     elif wide is not None:
-        convert(x, x_strides, wide, x_factor, program - 1, size, padded, WIDE, FOUR_BIT)
+        convert(x, x_strides, wide, x_factor, program - 1, size, padded, WIDE, FOUR_BIT, IN_ORDER)
 
 
 @triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=_ARRAYS)
@@ -102,7 +103,7 @@ def up(
     tiles = tl.cdiv(2 * inner, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
     pair = tl.program_id(0) // (tiles * SPLITS)
-    expert = _expert(ids, id_strides, pair, SLOTS, SHARED)
+    expert = expert_at(ids, id_strides, pair, SLOTS, SHARED)
     n = tile * BN + tl.arange(0, BN)
     row = rows_of(matrix, tl.maximum(expert, 0), n, 2 * inner)
     first, last = span(split, size, BK, SPLITS)
@@ -127,7 +128,7 @@ def up(
         mine = raw + pair.to(tl.int64) * 2 * inner
         step = pairs.to(tl.int64) * 2 * inner
         tl.store(mine + split * step + n, sums, mask=n < 2 * inner)
-        if _arrive(counters + pair * tiles + tile) < SPLITS - 1:
+        if arrive(counters + pair * tiles + tile) < SPLITS - 1:
             return
         gate, above = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
         at = mine + feature // 8 * 16 + feature % 8
@@ -144,7 +145,7 @@ def up(
 
 
 @triton.jit
-def _sum(
+def weighted_sum(
     parts, ids, id_strides, weights, weight_strides, out, out_strides, n, pairs, rows,
     SLOTS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -205,7 +206,7 @@ def down(
     tiles = tl.cdiv(rows, BN)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles % SPLITS
     pair = tl.program_id(0) // (tiles * SPLITS)
-    expert = _expert(ids, id_strides, pair, SLOTS, SHARED)
+    expert = expert_at(ids, id_strides, pair, SLOTS, SHARED)
     n = tile * BN + tl.arange(0, BN)
     row = rows_of(matrix, tl.maximum(expert, 0), n, rows)
     first, last = span(split, size, BK, SPLITS)
@@ -224,9 +225,9 @@ def down(
         )  # fmt: skip
         sums = _first(total * (row[3] * LOWER), BT)
         tl.store(parts + (split * pairs + pair).to(tl.int64) * rows + n, sums, mask=n < rows)
-        before = _arrive(counters + tile)
+        before = arrive(counters + tile)
     if before == items * SPLITS - 1:
-        _sum(
+        weighted_sum(
             parts, ids, id_strides, weights, weight_strides, out, out_strides, n, pairs, rows,
             SLOTS, SHARED, TOKENS, SPLITS, BN,
         )  # fmt: skip

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from m3hal.shape import Site
+from m3hal_triton._moe_by_warps import STEP
+from m3hal_triton._moe_decode import DEPTH
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,22 @@ class Tuning:
     @property
     def most(self) -> int:
         return self.tokens + self.extra
+
+
+@dataclass(frozen=True)
+class Warps:
+    """Launch parameters of a product in which warps have weights of their own (:mod:`_moe_by_warps`). rows: of a
+    program; along: warps that share the columns of a row. registers: as in :class:`Tile`."""
+
+    rows: int
+    warps: int
+    along: int
+    registers: int = 0
+
+    def for_size(self, size: int) -> Warps:
+        """For rows of so many columns, of which a warp takes whole steps."""
+        along = math.gcd(self.along, size // STEP.value)
+        return replace(self, along=along, warps=self.warps // self.along * along)
 
 
 _ALL = float("inf")
@@ -82,6 +101,21 @@ ROUNDED: Ladder = (
     (64, Tuning(64, Tile(128, 128), Tile(128, 128))),
     (_ALL, Tuning(256, Tile(128, 128, warps=8, stages=3), Tile(128, 128, warps=8, stages=3), extra=32)),
 )
+
+
+#: pairs up to which four-bit weights are multiplied by warps
+BY_WARPS = 12
+_WARPS, _WARPS_SHARED = (Warps(64, 4, 4, 168), Warps(64, 4, 4, 168)), (Warps(16, 8, 8, 80), Warps(32, 2, 2))
+
+
+def by_warps(site: Site, *, is_nvidia: bool) -> tuple[Warps, Warps] | None:
+    """Of both products for BY_WARPS pairs: where matrices of four-bit codes lie in pieces."""
+    sizes = site.hidden_size, site.intermediate_size
+    is_packed = site.weight_format in ("mxfp4", "nvfp4") and all(size % DEPTH.value == 0 for size in sizes)
+    if not is_packed or not is_nvidia or site.dtype != "bfloat16" or site.lora_rank:
+        return None
+    tiles = _WARPS_SHARED if site.intermediate_size < _SHARE else _WARPS
+    return tiles[0].for_size(sizes[0]), tiles[1].for_size(sizes[1])
 
 
 def scaled(depth: int) -> Ladder:

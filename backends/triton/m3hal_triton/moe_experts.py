@@ -21,6 +21,7 @@ from m3hal_triton import _moe_combine as ends
 from m3hal_triton import _moe_few as few
 from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_lora as low_rank
+from m3hal_triton import _moe_one as one
 from m3hal_triton import _moe_weights as packing
 from m3hal_triton import _moe_wide as wide
 from m3hal_triton import _moe_wide_codes as wide_codes
@@ -32,7 +33,7 @@ from m3hal_triton._launch import (
     power_of_two_above,
     programmatic,
 )
-from m3hal_triton._moe_tuning import FIXED, NARROW, Ladder, Tile, Tuning, ladder_of
+from m3hal_triton._moe_tuning import BY_WARPS, FIXED, NARROW, Ladder, Tile, Tuning, Warps, by_warps, ladder_of
 from m3hal_triton._moe_weights import Matrix, Packed
 from m3hal_triton._workspace import Memory, Room
 from m3hal_triton.quantize import quantize_rows
@@ -54,7 +55,9 @@ LORA_ROWS, LORA_COLUMNS = 64, 256
 
 def moe_experts(site: Site) -> Kernel:
     """The kernel for a site: tiles are chosen by the number of tokens."""
-    return _kernel(site, ladder_of(site, rounds=False, is_nvidia=native(_device())))
+    is_nvidia = native(_device())
+    ladder, warps = ladder_of(site, rounds=False, is_nvidia=is_nvidia), by_warps(site, is_nvidia=is_nvidia)
+    return _kernel(site, ladder, warps=warps)
 
 
 def batch_invariant(site: Site) -> Kernel:
@@ -67,8 +70,8 @@ def fp8_activations(site: Site) -> Kernel:
     return _kernel(site, ladder_of(site, rounds=True, is_nvidia=native(_device())), rounds=True)
 
 
-def _kernel(site: Site, ladder: Ladder, *, rounds: bool = False) -> Kernel:
-    run = _Run(site, ladder, rounds=rounds)
+def _kernel(site: Site, ladder: Ladder, *, rounds: bool = False, warps: tuple[Warps, Warps] | None = None) -> Kernel:
+    run = _Run(site, ladder, rounds=rounds, warps=warps)
     return Kernel(
         run=run,
         workspace_bytes=max(
@@ -116,8 +119,10 @@ class _Batch:
 class _Run:
     """``run(x, weights, ids, experts, lora=None, out=None, workspace=None)``."""
 
-    def __init__(self, site: Site, ladder: Ladder, *, rounds: bool = False) -> None:
-        self._site, self._ladder, self._rounds = site, ladder, rounds
+    def __init__(
+        self, site: Site, ladder: Ladder, *, rounds: bool = False, warps: tuple[Warps, Warps] | None = None
+    ) -> None:
+        self._site, self._ladder, self._rounds, self._warps = site, ladder, rounds, warps
         self._is_wide = site.dtype == "float32"
         self.in_order = self._is_wide or rounds  # products walk K as it lies
         self._shared_ladder = ladder
@@ -210,7 +215,8 @@ class _Run:
         if self._is_few(tokens, joined):
             tuning = self._tuning(pairs)
             tiles = -(-2 * inner // tuning.up.rows) * pairs + -(-site.hidden_size // tuning.down.rows)
-            room.add("counters", 4 * tiles)
+            own = site.hidden_size // self._warps[1].rows if self._warps else 0
+            room.add("counters", 4 * max(tiles, own))
         if self._converts:
             formats = (site.weight_format, site.shared_format or site.weight_format)
             room.add("wide", 2 * tokens * max(self._padded(site.hidden_size, format) for format in formats))
@@ -258,6 +264,8 @@ class _Run:
         positions = memory.take("positions", torch.int32, -1)
         batch = self._batch(x, ids, experts, memory, joined=joined)
         if self._is_few(len(x), joined):
+            if self._warps and len(batch.hidden) <= BY_WARPS:
+                return self._one(batch, experts, memory, weights, result, self._warps)
             return self._few(batch, experts, memory, weights, result)
         self._begin(batch, memory, positions)
         if self._rounds:
@@ -359,6 +367,53 @@ class _Run:
             **self._common(batch, w2, tuning.down, batch.splits[1], is_few=True),
         )  # fmt: skip
         return out
+
+    def _one(
+        self,
+        batch: _Batch,
+        experts: Packed,
+        memory: Memory,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        tiles: tuple[Warps, Warps],
+    ) -> torch.Tensor:
+        """Four-bit weights for BY_WARPS pairs at most."""
+        site, x, ids, w13, w2 = self._site, batch.x, batch.ids, experts.w13, experts.w2
+        (pairs, inner), (up, down) = batch.hidden.shape, tiles
+        counters = memory.take("counters", torch.int32, -1)
+        up_tiles, down_tiles = w13.rows // up.rows, w2.rows // down.rows
+        tokens = memory.take("wide", torch.float16, len(x), -1)
+        few.begin[(1 + len(x),)](
+            x, x.stride(), tokens, batch.x_factor, counters, down_tiles, x.shape[1], x.shape[1],
+            WIDE=power_of_two_above(x.shape[1]), FOUR_BIT=True, IN_ORDER=True, ZEROS=1024, EARLY=batch.early,
+            num_warps=8, **after(batch.early),
+        )  # fmt: skip
+        one.up[(pairs * up_tiles,)](
+            tokens, batch.x_factor, w13.arguments(), ids, ids.stride(), batch.hidden, w13.size, inner,
+            (site.alpha, site.beta, site.limit), RAISE=self._raise, **self._by_warps(batch, up),
+        )  # fmt: skip
+        one.down[(pairs * down_tiles,)](
+            batch.hidden, w2.arguments(), ids, ids.stride(), weights, weights.stride(), counters, batch.parts, out,
+            out.stride(), pairs, w2.size, inner, w2.rows, TOKENS=power_of_two_above(len(x)),
+            PAIRS=power_of_two_above(pairs), LOWER=1.0 / self._raise, **self._by_warps(batch, down),
+        )  # fmt: skip
+        return out
+
+    def _by_warps(self, batch: _Batch, tile: Warps) -> dict[str, Any]:
+        """Launch arguments that both products by warps take."""
+        return {
+            "SLOTS": batch.slots,
+            "SHARED": batch.shared,
+            "BN": tile.rows,
+            "WARPS": tile.warps,
+            "ALONG": tile.along,
+            "FORMAT": batch.format,
+            "NATIVE": batch.native,
+            "EARLY": batch.early,
+            "num_warps": tile.warps,
+            **({"maxnreg": tile.registers} if tile.registers and batch.is_hopper else {}),
+            **after(batch.early),
+        }
 
     def align(self, x: torch.Tensor, ids: torch.Tensor, experts: Packed, workspace: torch.Tensor) -> None:
         """The order of the experts alone, as a call begins with it, for who measures it; few tokens have none."""

@@ -45,6 +45,8 @@ def cases(site: Callable[[], Site]) -> dict[str, Callable[[], None]]:
 
     return {
         "experts 1 mxfp8": case(1, "mxfp8"),
+        "experts 1 nvfp4": case(1, "nvfp4"),
+        "experts 1 mxfp4": case(1, "mxfp4"),
         "experts 64 bf16": case(64, "bfloat16"),
         "experts 512 mxfp8": case(512, "mxfp8"),
         "experts 64 mxfp4": case(64, "mxfp4"),
