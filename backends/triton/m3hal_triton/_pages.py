@@ -69,6 +69,27 @@ def tiles(cache: PagedCache) -> Tiles:
     return kept
 
 
+def are_pairs(cache: PagedCache) -> bool:
+    """Whether a token's key and value of a head are parts of one row, and pages and heads whole rows apart."""
+    k, v = _of(cache)[0], _of(cache)[-1]
+    apart = k.page % k.token == 0 and k.head % k.token == 0 and k.token % 8 == 0
+    return apart and k.column == 1 and k[1:5] == v[1:5] and max(k.codes, v.codes) + cache.layout.dim <= k.token
+
+
+def pairs(cache: PagedCache) -> Tiles:
+    """A bf16 cache as such rows, in tiles of 64 keys or values for a kernel in Gluon; kept, too."""
+    kept: Tiles | None = vars(cache).get("_triton_pairs")
+    if kept is None:
+        part, layout = keys(cache), cache.layout
+        page, head = part.page // part.token, part.head // part.token
+        last = (cache.buf.shape[0] - 1) * page + (layout.heads - 1) * head + layout.page_size
+        order = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        shape = [last, max(part.codes, values(cache).codes) + layout.dim]
+        kept = Tiles(cache.buf, shape, [part.token, 1], [64, layout.dim], order)
+        vars(cache)["_triton_pairs"] = kept
+    return kept
+
+
 def _shape_of_rows(cache: PagedCache) -> tuple[list[int], list[int]]:
     """How many rows of how many numbers the keys of a cache of one head are, and their strides."""
     part, layout = keys(cache), cache.layout

@@ -10,14 +10,13 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-# triton 3.9 has other names for them than 3.6
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-all_warps = getattr(gl, "barrier", None) or gl.thread_barrier
+from m3hal_triton._hopper import all_warps, ask, launch_next, wait
 
 #: keys of a tile, their numbers, and tiles of a program: two programs fill a multiprocessor's shared memory
 KEYS, DIM, TILES = gl.constexpr(128), gl.constexpr(128), gl.constexpr(3)
+BYTES = gl.constexpr(128 * 128 * 2)
 WARPS = gl.constexpr(4)
 
 #: arguments whose values and addresses make no other kernel
@@ -29,30 +28,6 @@ _ARRAYS = ["cache", "cu_q", "seq_lens", "block_table", "first_block", "shares", 
 def _larger(a, b):
     """max in which NaN wins, as the definition wants."""
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def _wait():
-    """For the end of the kernel ahead."""
-    zero = gl.to_tensor(0)
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _launch_next():
-    zero = gl.to_tensor(0)
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _ask(rows, row, arrived, tiles, slot, there):
-    """Begins to copy the tile that starts at a row of the cache."""
-    mbarrier.expect(arrived.index(slot), KEYS * DIM * 2, there)
-    copy_tile(rows, [row, 0], arrived.index(slot), tiles.index(slot), there)
 
 
 @gluon.jit
@@ -100,6 +75,7 @@ def score_tiles(
     ROWS: gl.constexpr,  # at least HEADS times the query tokens of any request, padded for the matrix unit
     PAGE: gl.constexpr,  # a multiple of KEYS
     KNOWN: gl.constexpr,  # launched after the plan is complete
+    AHEAD: gl.constexpr,  # the next kernel may be launched at once, not at the end
 ):
     """A share of all requests' blocks, by their real lengths; the plan says where each program's begins."""
     products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -111,8 +87,9 @@ def score_tiles(
     for slot in gl.static_range(TILES):
         mbarrier.init(arrived.index(slot), count=1)
     if not KNOWN:
-        _wait()
-    _launch_next()  # which may read the plan at once
+        wait()
+    if AHEAD:
+        launch_next()  # which may read the plan at once
     share = shares + gl.program_id(0) * 8
     at, stop, request, base = gl.load(share), gl.load(share + 1), gl.load(share + 2), gl.load(share + 3)
     end, first, last, seq_len = gl.load(share + 4), gl.load(share + 5), gl.load(share + 6), gl.load(share + 7)
@@ -127,14 +104,14 @@ def score_tiles(
             start = _row(at + slot, base, request, block_table, table_row, table_slot, page_rows, there, PAGE)
             starts = starts + (start,)  # noqa: RUF005 - Gluon knows no starred tuple
         for slot in gl.static_range(TILES):
-            _ask(rows, starts[slot], arrived, tiles, slot, at + slot < old)
+            ask(rows, starts[slot], 0, arrived, tiles, slot, at + slot < old, BYTES)
         asked = gl.maximum(at, gl.minimum(old, at + TILES))
-        _wait()
+        wait()
     asked, a_request, a_base, a_end, a_row = _next(
         asked - 1, stop, request, base, end, first_block, block_table, table_row, table_slot, page_rows, PAGE
     )
     while asked < gl.minimum(stop, at + TILES):
-        _ask(rows, a_row, arrived, tiles, asked - at, True)
+        ask(rows, a_row, 0, arrived, tiles, asked - at, True, BYTES)
         asked, a_request, a_base, a_end, a_row = _next(
             asked, stop, a_request, a_base, a_end, first_block, block_table, table_row, table_slot, page_rows, PAGE
         )
@@ -164,7 +141,7 @@ def score_tiles(
             dots = warpgroup_mma(tiles.index(slot), queries.permute((1, 0)), nothing, use_acc=False)
             all_warps()  # no warp reads the tile any more
             if asked < stop:
-                _ask(rows, a_row, arrived, tiles, slot, True)
+                ask(rows, a_row, 0, arrived, tiles, slot, True, BYTES)
                 asked, a_request, a_base, a_end, a_row = _next(
                     asked, stop, a_request, a_base, a_end, first_block, block_table, table_row, table_slot, page_rows,
                     PAGE,
@@ -184,3 +161,5 @@ def score_tiles(
             base, end = gl.load(first_block + request), gl.load(first_block + request + 1)
             first, last = gl.load(cu_q + request), gl.load(cu_q + request + 1)
             seq_len = gl.load(seq_lens + request)
+    if not AHEAD:
+        launch_next()

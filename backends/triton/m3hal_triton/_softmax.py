@@ -124,8 +124,8 @@ def merge_splits(
     dim = tl.arange(0, DIM)
     part = (token * heads + head) * SPLITS + split
     if EARLY:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if LOOSE:
         real = tl.load(request_of + token) + split * 0 >= 0
         base2 = tl.load(partial_lse + part, mask=real, other=float("-inf"))

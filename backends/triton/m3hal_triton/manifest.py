@@ -148,7 +148,15 @@ def _indexer(factory: str) -> tuple[Impl, ...]:
             predicate="m3hal_triton.limits:indexer",
             traits=traits,
             layouts=_EVERY_PAGE,
-            files=("_score.py", "_score_tiles.py", "_operands.py", "_choose.py", "topk_blocks.py", *_SHARED),
+            files=(
+                "_score.py",
+                "_score_tiles.py",
+                "_hopper.py",
+                "_operands.py",
+                "_choose.py",
+                "topk_blocks.py",
+                *_SHARED,
+            ),
             name=suffix.removeprefix("_"),
         )
         for suffix, traits in (("", {}), ("_batch_invariant", {"batch_invariant": "yes"}))
@@ -265,6 +273,8 @@ MANIFEST = Manifest(
             files=(
                 "_softmax.py",
                 "_sparse_decode.py",
+                "_sparse_tiles.py",
+                "_hopper.py",
                 "_sparse_by_warps.py",
                 "_sparse_by_warps_fp8.py",
                 "_operands.py",

@@ -45,6 +45,8 @@ MIN_SHARES = 4
 FEW_ROWS, FEW_ROWS_BY_WARPS = 32, 8
 #: rows of a tile of queries of :func:`score_tiles`, at most: their products with a block are in registers
 MOST_ROWS = 128
+#: blocks of a row up to which the kernel after the choice is launched while scores are made; the choice is slower then
+MOST_AHEAD = 2048
 #: bytes of scores that prefill keeps before it chooses from them
 SCORE_BYTES = 128 << 20
 
@@ -171,7 +173,8 @@ class _Indexer:
         )
         numbers = (_pages.keys(cache), blocks, *table.stride(), *strides, index_q.stride())
         first = index_q.shape[0] * self._heads <= (FEW_ROWS_BY_WARPS if self.tuning.warps == 1 else FEW_ROWS)
-        launcher, settings = self._few_settings(cache, meta.max_q, first, early, bool(batch.calls))
+        ahead = blocks <= MOST_AHEAD
+        launcher, settings = self._few_settings(cache, meta.max_q, first, early, bool(batch.calls), ahead)
         if launcher is _tiles or (launcher is _few and settings.constants["TILES"]):
             tensors = (*tensors, self._rows_of(cache))
         elif launcher is _few:
@@ -179,12 +182,12 @@ class _Indexer:
         return launcher((shares.shape[0], 1, 1), tensors, numbers, settings)
 
     def _few_settings(
-        self, cache: PagedCache, max_q: int, first: bool, early: bool, known: bool
+        self, cache: PagedCache, max_q: int, first: bool, early: bool, known: bool, ahead: bool = True
     ) -> tuple[Launcher, Settings]:
         """The kernel and its constants for requests of up to ``max_q`` query tokens."""
         in_place, part = self._in_place(cache), _pages.keys(cache)
         token, in_rows = part.token, part.page % part.token == 0
-        key = power_of_two_above(max(max_q, 1)), in_place, token, in_rows, first, early, known
+        key = power_of_two_above(max(max_q, 1)), in_place, token, in_rows, first, early, known, ahead
         if key in self._settings:
             return self._settings[key]
         site, device, tuning = self._site, cache.buf.device, self.tuning
@@ -209,6 +212,7 @@ class _Indexer:
             made = _few, Settings(constants, num_warps=tuning.warps, num_stages=tuning.stages, **after(early))
             if constants["TILES"] and rows <= MOST_ROWS and self._by_tiles(device):
                 constants = {"HEADS": self._heads, "ROWS": rows, "PAGE": site.page_size, "KNOWN": known}
+                constants["AHEAD"] = ahead
                 made = _tiles, Settings(constants, num_warps=WARPS.value, **after(early))
         self._settings[key] = made
         return made
@@ -347,7 +351,8 @@ class _Select(_Indexer):
         if meta.max_q <= self._few_tokens and tokens * heads * blocks <= scratch.numel():
             early = programmatic(index_q.device)
             score = self._few(index_q, index_cache, batch, scratch, blocks, strides, early)
-            ahead = score.launcher is _tiles and score.settings.constants["KNOWN"]
+            chosen = score.settings.constants
+            ahead = score.launcher is _tiles and chosen["KNOWN"] and chosen["AHEAD"]
             choice = launch_topk(site, scratch, blocks, strides, batch.position, site.block_size, out, early, ahead)
             rows = (8,) if len(score.tensors) > 8 and score.tensors[8] is not None else ()
             launches = score.again(0, 1, *rows), choice.again(2)

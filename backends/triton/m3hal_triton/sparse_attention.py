@@ -27,6 +27,7 @@ from m3hal_triton._launch import (
     Tail,
     after,
     common_power_of_two,
+    is_hopper,
     multiprocessors,
     power_of_two_above,
     power_of_two_below,
@@ -37,6 +38,7 @@ from m3hal_triton._softmax import merge_splits
 from m3hal_triton._sparse_by_warps import ROWS, attend_by_warps
 from m3hal_triton._sparse_by_warps_fp8 import attend_fp8_by_warps
 from m3hal_triton._sparse_decode import attend
+from m3hal_triton._sparse_tiles import DIM, KEYS, LANES, LIVE, WARPS, attend_tiles
 
 #: query tokens of a request up to which it is decoded or verified, not prefilled
 FEW_TOKENS = 8
@@ -48,8 +50,6 @@ MAX_SPLIT_PROGRAMS = 1024
 MAX_SPLITS = 32
 #: splits of a decode by warps up to which its last program merges them, in place of a launch
 MERGE_SPLITS = 8
-#: of a warp: integers that fill them are summed by one instruction, which an FP8 decode in parts is slower with
-LANES = 32
 #: rows of the matrix unit's smallest tile, and of a decode's that several query tokens share
 MIN_ROWS, MAX_ROWS = 16, 128
 #: keys times elements of a block that a prefill's program keeps in shared memory, at most
@@ -95,7 +95,7 @@ BY_WARPS = {"fp8_e4m3": Decode(keys=128), "nvfp4": Decode(keys=128)}
 NARROW = Decode(keys=16, warps=8, stages=2)
 PREFILL = Prefill()
 
-_attend, _merge_splits = Launcher(attend), Launcher(merge_splits)
+_attend, _attend_tiles, _merge_splits = Launcher(attend), Launcher(attend_tiles), Launcher(merge_splits)
 _attend_by_warps = {"fp8_e4m3": Launcher(attend_fp8_by_warps), "nvfp4": Launcher(attend_by_warps)}
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -209,6 +209,12 @@ class _Run:
         tuning = verify if tile > 1 else split if room > 1 else whole
         steps = site.top_k_blocks * site.block_size // tuning.keys
         splits = min(power_of_two_below(room), power_of_two_below(steps), MAX_SPLITS)
+        if tile == 1 and splits > 1 and self._by_tiles(kv, block_ids):
+            # one program a multiprocessor, with more on its way, is quicker than two, if they are that many
+            few = multiprocessors(q.device) // (tokens * site.num_kv_heads)
+            parts = min(power_of_two_below(few), splits) if few > 1 else splits
+            self._decode_by_tiles(q, kv, block_ids, batch, output, lse, workspace, parts, 3 if few > 1 else 2)
+            return
         early = programmatic(q.device)
         words, rows = self._words(workspace), tokens * site.num_q_heads * splits
         tensors = (
@@ -258,7 +264,7 @@ class _Run:
                 "QT": tile,
                 "DIM": site.head_dim,
                 "IDS": ids,
-                "IDS_PADDED": power_of_two_above(max(ids, LANES) if tile == 1 else ids),
+                "IDS_PADDED": power_of_two_above(max(ids, LANES.value) if tile == 1 else ids),
                 "BLOCK": site.block_size,
                 "PAGE": site.page_size,
                 "KEYS": tuning.keys,
@@ -273,6 +279,39 @@ class _Run:
             options = {"num_warps": tuning.warps, "num_stages": tuning.stages, **after(early)}
             self._settings[key] = Settings(constants, **options)
         return self._settings[key]
+
+    def _by_tiles(self, kv: PagedCache, block_ids: torch.Tensor) -> bool:
+        """Whether the parts of one query token a request are made by :func:`attend_tiles`."""
+        site = self._site
+        if not is_hopper(kv.buf.device) or site.dtype != "bfloat16" or site.kv_format != "bfloat16":
+            return False
+        if site.head_dim != DIM.value or self._group > LIVE.value or block_ids.shape[2] > LANES.value:
+            return False
+        if site.block_size % KEYS.value or site.page_size % site.block_size or kv.buf.data_ptr() % 16:
+            return False
+        return _pages.are_pairs(kv)
+
+    def _decode_by_tiles(  # type: ignore[no-untyped-def]
+        self, q, kv, block_ids, batch, output, lse, workspace, splits, most_tiles
+    ) -> None:
+        site, meta, tokens = self._site, batch.meta, q.shape[0]
+        words, table = self._words(workspace), meta.block_table
+        parts = Tail(words, tokens * site.num_q_heads * splits * site.head_dim)
+        cache, rows, k, v = _pages.memory(kv), _pages.pairs(kv), _pages.keys(kv), _pages.values(kv)
+        tensors = (q, cache, block_ids, batch.request, batch.position, table, words, parts, rows)
+        places = k.page // k.token, k.head // k.token, k.codes, v.codes
+        numbers = (self._scale, places, *table.shape, q.stride(), *block_ids.stride(), *table.stride())
+        known = bool(batch.calls)
+        key = "tiles", splits, most_tiles, block_ids.shape[2], known
+        if key not in self._settings:
+            constants = {"GROUP": self._group, "IDS": block_ids.shape[2], "BLOCK": site.block_size}
+            constants |= {"PAGE": site.page_size, "SPLITS": splits, "KNOWN": known}
+            constants["TILES"] = min(most_tiles, -(-site.top_k_blocks * site.block_size // (KEYS.value * splits)))
+            self._settings[key] = Settings(constants, num_warps=WARPS.value, **after(True))
+        made = _attend_tiles((splits, site.num_kv_heads, tokens), tensors, numbers, self._settings[key])
+        launches = made.again(0, 1, 2, 8), self._merge(splits, False, words, batch, output, lse, True)
+        again = self in batch.calls  # else the next launch is another: the plan is complete then
+        batch.keep(self, workspace, _key(q, kv, block_ids, output, lse) if again else None, launches)
 
     def _by_warps(self, kv: PagedCache) -> bool:
         """Whether one query token a request is served by :func:`attend_by_warps`, which loads 16 bytes at a time."""
@@ -338,7 +377,7 @@ class _Run:
             constants = {
                 "GROUP": self._group,
                 "IDS": ids,
-                "IDS_PADDED": power_of_two_above(max(ids, LANES) if site.kv_format == "nvfp4" else ids),
+                "IDS_PADDED": power_of_two_above(max(ids, LANES.value) if site.kv_format == "nvfp4" else ids),
                 "BLOCK": site.block_size,
                 "PAGE": site.page_size,
                 "SPLITS": splits,
@@ -515,6 +554,11 @@ def _repeat(kept: Kept, q, kv, block_ids, output, lse, workspace) -> bool:  # ty
     scales = [scale if scale is None else scale.data_ptr() for scale in (kv.k_scale, kv.v_scale)]
     ends = output.data_ptr(), lse.data_ptr()
     attend, *merge = kept.launches
+    if attend.changing == 4:  # by tiles
+        address = kv.buf.data_ptr()
+        if address % 16 or not attend(q.data_ptr(), address, block_ids.data_ptr(), _pages.pairs(kv)):
+            return False
+        return merge[0](*ends)
     if not attend(q.data_ptr(), kv.buf.data_ptr(), *scales, block_ids.data_ptr(), *ends):
         return False
     return not merge or merge[0](*ends)
