@@ -1,6 +1,7 @@
 """m3hal bench: its rows, its floors, what it does with a wrong output, and the command on a CPU."""
 
 import importlib.metadata
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -95,6 +96,24 @@ def test_candidates_take_turns():
     times = clock.measure(work, torch.device("cpu"), 5)
     assert order == ["m3hal", "vllm"] * 5
     assert {name: len(found) for name, found in times.items()} == {"m3hal": 5, "vllm": 5}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_calls_apart_gain_nothing_from_each_other(monkeypatch, apart):
+    """A kernel between calls ends their overlap, and its own time is taken off."""
+    call, between, overlap = 5.0, 2.0, 1.5
+
+    def duration(calls):
+        same = sum(a is b for a, b in itertools.pairwise(calls) if a is ours)
+        return sum(call if each is ours else between for each in calls) - overlap * same
+
+    def ours():
+        return None
+
+    monkeypatch.setattr(clock, "_captured", list)
+    monkeypatch.setattr(clock, "events", lambda calls, times: duration(calls))
+    took = clock._replayed([ours], (lambda: None) if apart else None)()
+    assert took == pytest.approx(call if apart else call - overlap * (clock.CHAIN - 1) / clock.CHAIN)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--peer", choices=("vllm",), help="whose kernels to time in the same rows, where importable")
     parser.add_argument("--runs", type=_runs, default=7, help="interleaved runs, at least 5 (default: %(default)s)")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="on a GPU, no overlap between calls: kernels launched early gain nothing from the call before",
+    )
     parser.add_argument("--small", action="store_true", help="small sizes, as on a CPU")
     parser.add_argument("--check-only", action="store_true", help="compile and check outputs, and time nothing")
     parser.add_argument("--list", action="store_true", help="print the rows and run none")

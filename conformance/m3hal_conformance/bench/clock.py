@@ -1,8 +1,11 @@
 """Times candidates in turn, so that a drift of the clocks meets all alike, and takes each one's median.
 
 On a GPU ``chained`` is the replay of a graph that chains calls over rotating inputs, so that no call finds its data in
-the cache and no launch waits for the host; ``single`` is the time between two events around one call behind a flush of
-the cache, while the GPU is kept busy until the host has launched it. On a CPU both are the time of calls.
+the cache and no launch waits for the host. Kernels that are launched while the one ahead still runs overlap there with
+the call before, which in a model is another operator's; ``apart`` puts a small kernel that allows no overlap between
+calls, and takes off the time of a graph of such kernels alone. ``single`` is the time between two events around one
+call behind a flush of the cache, while the GPU is kept busy until the host has launched it. On a CPU all are the time
+of calls.
 """
 
 from __future__ import annotations
@@ -22,14 +25,15 @@ CHAIN = 32
 BUSY = 4_000_000
 
 
-def measure(work: Work, device: torch.device, runs: int) -> dict[str, list[float]]:
-    """Microseconds a call of every candidate, ``runs`` interleaved runs each."""
+def measure(work: Work, device: torch.device, runs: int, apart: bool = False) -> dict[str, list[float]]:
+    """Microseconds a call of every candidate, ``runs`` interleaved runs each. apart: of chained calls, each alone."""
     if work.timing == "host":
         timed = {name: _host(calls[0], device) for name, calls in work.calls.items()}
     elif device.type != "cuda":
         timed = {name: _looped(calls) for name, calls in work.calls.items()}
     elif work.timing == "chained":
-        timed = {name: _replayed(calls) for name, calls in work.calls.items()}
+        between = torch.zeros(1, device=device).zero_ if apart else None
+        timed = {name: _replayed(calls, between) for name, calls in work.calls.items()}
     else:
         flush = torch.empty(64 << 20, dtype=torch.int32, device=device)
         timed = {name: _alone(calls[0], flush) for name, calls in work.calls.items()}
@@ -74,14 +78,23 @@ def launches(function: Call) -> int:
     return sum(event.device_type.name == "CUDA" for event in profile.events())
 
 
-def _replayed(calls: Sequence[Call]) -> Callable[[], float]:
+def _replayed(calls: Sequence[Call], between: Call | None = None) -> Callable[[], float]:
     chain = (list(calls) * (CHAIN // len(calls) + 1))[: max(CHAIN, len(calls))]
+    replay = _captured(chain if between is None else [each for call in chain for each in (call, between)])
+    if between is None:
+        return lambda: events(replay, 3) / len(chain)
+    rest = _captured([between] * len(chain))
+    return lambda: (events(replay, 3) - events(rest, 3)) / len(chain)
+
+
+def _captured(calls: Sequence[Call]) -> Call:
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for function in chain:
+        for function in calls:
             function()
     graph.replay()
-    return lambda: events(graph.replay, 3) / len(chain)
+    replay: Call = graph.replay
+    return replay
 
 
 def _alone(function: Call, flush: torch.Tensor) -> Callable[[], float]:

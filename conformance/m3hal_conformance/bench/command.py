@@ -57,7 +57,7 @@ def bench(options: argparse.Namespace) -> int:
         machine["peer_absent"] = absent
     command = shlex.join(["m3hal", *sys.argv[1:]]) if options.is_command_line else "m3hal bench"
     measured: list[Measured] = []
-    for row in _measured(made, picked, ceilings, runs, quiet=options.json):
+    for row in _measured(made, picked, ceilings, runs, options.apart, quiet=options.json):
         measured.append(row)
         if options.out:  # after each row: an interrupted run keeps what it has
             write(options.out, table.to_json(measured, machine, ceilings, command))
@@ -126,12 +126,12 @@ def _list(options: argparse.Namespace, picked: Sequence[Row], device: str, small
 
 
 def _measured(
-    bench: Bench, picked: Sequence[Row], ceilings: dict[str, float], runs: int, quiet: bool
+    bench: Bench, picked: Sequence[Row], ceilings: dict[str, float], runs: int, apart: bool, quiet: bool
 ) -> Iterator[Measured]:
     """Each row in turn; progress goes to stderr."""
     for number, row in enumerate(picked, 1):
         begin = time.perf_counter()
-        result = measure(bench, row, ceilings, runs)
+        result = measure(bench, row, ceilings, runs, apart)
         if not quiet:
             told = "  ".join(part for part in table.line(result) if part)
             took = time.perf_counter() - begin
@@ -139,13 +139,13 @@ def _measured(
         yield result
 
 
-def measure(bench: Bench, row: Row, ceilings: dict[str, float], runs: int) -> Measured:
+def measure(bench: Bench, row: Row, ceilings: dict[str, float], runs: int, apart: bool = False) -> Measured:
     """One row: outputs first, then ``runs`` interleaved runs of every candidate; 0: outputs only."""
     try:
         work = row.prepare(bench)
         errors = _checked(work)
         clock.warm(work.calls, bench.device)
-        times = clock.measure(work, bench.device, runs) if runs else {}
+        times = clock.measure(work, bench.device, runs, apart) if runs else {}
     except Wrong as error:
         return Measured(row.operator, row.case, "wrong", str(error))
     except Unsupported as error:
