@@ -1,9 +1,9 @@
 """The experts' two products for many tokens on Hopper, where both operands are as the matrix unit takes them.
 
 Programs are as many as multiprocessors and take one tile after the other. A group of four warps fetches, a ring of
-steps ahead: weights by the unit that copies tiles, tokens row by row, wherever they lie. Two others multiply the tile's
-128 rows by the item's tokens; while these store what a tile came to (:mod:`_moe_wide_ends`), copies of the next have
-begun. In Gluon, so neither the interpreter nor another GPU runs it.
+steps ahead: weights by the unit that copies tiles, and so the tokens of w2, which lie in the items' order; w13's row by
+row, wherever they lie. Two others multiply the tile's 128 rows by the item's tokens; while these store what a tile came
+to (:mod:`_moe_wide_ends`), copies of the next have begun. In Gluon, so neither the interpreter nor another GPU runs it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from m3hal_triton._moe_wide_ends import ROWS, finish, scales, sums_of
 # by the names of triton 3.9 and of 3.6
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+_taken_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 #: tokens of a tile, of the narrow product beside it, and of what is copied together
 TOKENS, EXTRA, PIECE = gl.constexpr(256), gl.constexpr(32), gl.constexpr(64)
 #: bytes of a row in one step, and steps of the ring
 LINE, STAGES = gl.constexpr(128), gl.constexpr(4)
 #: registers of a thread that copies, of 168 for each of the three groups; those that multiply have the others
-_FETCH = gl.constexpr(72)
+_FETCH, _FETCH_TILES = gl.constexpr(72), gl.constexpr(24)
 
 
 @gluon.jit
@@ -72,7 +74,7 @@ def _rows(order, start, count, stride, FIRST: gl.constexpr, N: gl.constexpr, SLO
 
 @gluon.jit
 def _fetch(ring, matrix, inputs, stride, order, items, total, tiles, size, SLOTS: gl.constexpr):
-    """The group that copies. Tokens that an item hasn't are zeros or, a whole piece of them, what was there."""
+    """The group that copies rows. Those that an item hasn't are zeros or, a whole piece of them, what was there."""
     weights, tokens, others, full, empty = ring
     BITS: gl.constexpr = inputs.dtype.element_ty.primitive_bitwidth
     DEPTH: gl.constexpr = LINE * 8 // BITS
@@ -106,7 +108,42 @@ def _fetch(ring, matrix, inputs, stride, order, items, total, tiles, size, SLOTS
 
 
 @gluon.jit
-def _sums(ring, stage, phase, steps, W: gl.constexpr, X: gl.constexpr):
+def _bring(came, rows, k, row, into, there):
+    """A piece of tokens that lie one after the other, where there are any; either way one arrival."""
+    N: gl.constexpr = into.shape[0]
+    if there:
+        mbarrier.expect(came, N * LINE)
+        _copy_tile(rows, [row, k], came, into)
+    else:
+        mbarrier.arrive(came)
+
+
+@gluon.jit
+def _fetch_in_order(ring, matrix, rows, rest, items, total, tiles, size):
+    """The group, of one warp, that copies tokens in the items' order; an item's last are followed by the next one's."""
+    weights, tokens, others, full, empty = ring
+    BITS: gl.constexpr = tokens.dtype.primitive_bitwidth
+    DEPTH: gl.constexpr = LINE * 8 // BITS
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(LINE, BITS, 2)
+    pieces = _taken_as(tokens, tokens.dtype, [STAGES * (TOKENS // PIECE), PIECE, DEPTH], SHARED)
+    stage, phase = 0, 1
+    for index in range(gl.program_id(0), gl.load(total) * tiles, gl.num_programs(0)):
+        tile, expert, start, count = _item(items, index, tiles)
+        row = (expert * tiles + tile) * ROWS
+        for k in range(0, size, DEPTH):
+            came, first = full.index(stage), stage * (TOKENS // PIECE)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(came, (ROWS + PIECE) * LINE)
+            _copy_tile(matrix, [row, k], came, weights.index(stage))
+            _copy_tile(rows, [start, k], came, pieces.index(first))
+            for piece in gl.static_range(1, TOKENS // PIECE):
+                _bring(came, rows, k, start + piece * PIECE, pieces.index(first + piece), count > piece * PIECE)
+            _bring(came, rest, k, start + TOKENS, others.index(stage), count > TOKENS)
+            stage, phase = _next(stage, phase)
+
+
+@gluon.jit
+def _sums(ring, stage, phase, steps, SLOTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr):
     """fp32 [ROWS, W] of an item's first tokens and [ROWS, X] of those that follow, and where the ring is then."""
     weights, tokens, others, full, empty = ring
     BITS: gl.constexpr = tokens.dtype.primitive_bitwidth
@@ -116,7 +153,8 @@ def _sums(ring, stage, phase, steps, W: gl.constexpr, X: gl.constexpr):
         extra = gl.zeros([ROWS, X], gl.float32, sums_of(X, BITS))
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
-        fence_async_shared()  # tokens weren't copied by the unit that the matrix unit is in step with
+        if SLOTS > 0:
+            fence_async_shared()  # tokens weren't copied by the unit that the matrix unit is in step with
         left, right = weights.index(stage), tokens.index(stage)
         sums = warpgroup_mma(left, right.slice(0, W).permute((1, 0)), sums, is_async=True)
         if X > 0:
@@ -149,14 +187,14 @@ def _tile(
         if X > 0:
             scale_of_extra = scales(given, where[2], count, W, X, SLOTS)
     if X == 0:
-        sums, _, stage, phase = _sums(ring, stage, phase, steps, W, 0)
+        sums, _, stage, phase = _sums(ring, stage, phase, steps, SLOTS, W, 0)
         finish(sums, scale, factor, given, out, height, where, 0, SLOTS, BITS)
     else:
         extra = gl.zeros([ROWS, X], gl.float32, sums_of(X, BITS))
         if count > W:
-            sums, extra, stage, phase = _sums(ring, stage, phase, steps, W, X)
+            sums, extra, stage, phase = _sums(ring, stage, phase, steps, SLOTS, W, X)
         else:
-            sums, _, stage, phase = _sums(ring, stage, phase, steps, W, 0)
+            sums, _, stage, phase = _sums(ring, stage, phase, steps, SLOTS, W, 0)
         finish(sums, scale, factor, given, out, height, where, 0, SLOTS, BITS)
         if count > W:
             finish(extra, scale_of_extra, factor, given, out, height, where, W, SLOTS, BITS)
@@ -188,6 +226,8 @@ def products_wide(
     total,
     order,
     given,  # factors of x, order, and alpha, beta and limit; or factors of hidden
+    rows,  # tiles [PIECE, 128 bytes] and [EXTRA, 128 bytes] of inputs that lie in the items' order; or None
+    rest,
     out,  # hidden; or parts in fp16, and powers fp32 [positions, height / ROWS]
     height,  # rows of the matrix
     size,
@@ -203,20 +243,31 @@ def products_wide(
     others = gl.allocate_shared_memory(dtype, [STAGES, EXTRA, DEPTH], SHARED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # each thread that copies, and how many bytes of weights come; or one for each piece of tokens
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=129)  # each thread that copies, and how many bytes of weights come
+        mbarrier.init(full.index(stage), count=129 if SLOTS > 0 else 5)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     ring = (weights, tokens, others, full, empty)
     tiles, steps = height // ROWS, size // DEPTH
-    gl.warp_specialize(
-        [
-            (_multiply, (ring, factor, given, out, items, total, height, steps, SLOTS)),
-            (_fetch, (ring, matrix, inputs, stride, order, items, total, tiles, size, SLOTS)),
-        ],
-        [4],
-        [_FETCH],
-    )
+    if SLOTS > 0:
+        gl.warp_specialize(
+            [
+                (_multiply, (ring, factor, given, out, items, total, height, steps, SLOTS)),
+                (_fetch, (ring, matrix, inputs, stride, order, items, total, tiles, size, SLOTS)),
+            ],
+            [4],
+            [_FETCH],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (ring, factor, given, out, items, total, height, steps, SLOTS)),
+                (_fetch_in_order, (ring, matrix, rows, rest, items, total, tiles, size)),
+            ],
+            [1],
+            [_FETCH_TILES],
+        )
 
 
 #: numbers of an array that kernels address by 32 bits
@@ -254,8 +305,11 @@ def _launch(
     block, layout = [ROWS.value, LINE.value * 8 // bits], gl.NVMMASharedLayout(LINE.value, bits, 2)
     codes = matrix.codes.view(inputs.dtype)
     tiles = TensorDescriptor(codes, [experts * matrix.rows, width], [width, 1], block, layout)
+    rows = rest = None
+    if slots == 0:
+        rows, rest = (TensorDescriptor.from_tensor(inputs, [n.value, block[1]], layout) for n in (PIECE, EXTRA))
     programs = min(batch.count * (matrix.rows // ROWS.value), multiprocessors(inputs.device))
     products_wide[(programs,)](
-        inputs, inputs.stride(0), tiles, matrix.factor, batch.items, batch.total, order, given, out, matrix.rows,
-        matrix.size, SLOTS=slots, num_warps=8,
+        inputs, inputs.stride(0), tiles, matrix.factor, batch.items, batch.total, order, given, rows, rest, out,
+        matrix.rows, matrix.size, SLOTS=slots, num_warps=8,
     )  # fmt: skip
