@@ -7,6 +7,7 @@ To add a kernel: a line in CASES, a call that launches it; and where it multipli
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import expert_cases
@@ -199,14 +200,18 @@ def _rope(dtype: str) -> None:
     rope_partial(site("sparse_attention", dtype))(x, positions, torch.empty(4096, 64))
 
 
-def _dense(dtype: str, requests: int, q_len: int, format: str | None = None) -> None:
+def _dense(dtype: str, requests: int, q_len: int, format: str | None = None, alone: int = 0) -> None:
+    """alone: requests of one query token beside them."""
     from m3hal_triton.paged_attention import paged_attention
 
     where = site("dense_attention", dtype, format)
     kernel = paged_attention(where)
     kv = cache(where.kv_format, where.num_kv_heads, True)
-    q = torch.empty(requests * q_len, where.num_q_heads, 128, dtype=getattr(torch, dtype))
-    kernel.run(q, kv, planned(kernel, batch(requests, q_len, 4096)), workspace=scratch(kernel))
+    tokens = requests * q_len + alone
+    meta = batch(requests + alone, 1, 4096)
+    meta = replace(meta, cu_q=(meta.cu_q + (meta.cu_q.clamp(max=requests) * (q_len - 1))).int(), max_q=q_len)
+    q = torch.empty(tokens, where.num_q_heads, 128, dtype=getattr(torch, dtype))
+    kernel.run(q, kv, planned(kernel, meta), workspace=scratch(kernel))
 
 
 def _rows(dtype: str) -> None:
@@ -250,6 +255,7 @@ CASES: dict[str, Callable[[], None]] = {
     "write mxfp4 index": partial(_write, "mxfp4", 1, False),
     "dense decode bf16": partial(_dense, "bfloat16", 8, 1),
     "dense prefill bf16": partial(_dense, "bfloat16", 1, 512),
+    "dense mixed bf16": partial(_dense, "bfloat16", 1, 512, alone=63),
     "dense prefill fp32": partial(_dense, "float32", 1, 512),
     "rows bf16": partial(_rows, "bfloat16"),
 }

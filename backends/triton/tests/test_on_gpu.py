@@ -107,6 +107,17 @@ def test_paged_attention(dtype, lengths, causal, window, format):
     assert torch.allclose(lse[~dead].double(), exact_lse[~dead], atol=BOUND[dtype] / 10, rtol=0)
 
 
+def test_dense_attention_of_a_long_prompt_beside_many_decodes():
+    """As many tiles for every request as the longest has would be more than a grid takes along an axis."""
+    site = replace(real_site("dense_attention", "bfloat16"), max_seqs=256, num_q_heads=16, num_kv_heads=1)
+    batch = Batch(site, [(4096, 4096)] + [(1, 40)] * 160, torch.bfloat16, extra_tokens=3)
+    q, kv = batch.queries(16, 128), batch.cache(1, 128, True)
+    kernel, op = paged_attention(site), load("paged_attention")
+    out = kernel.run(q, kv, plan(kernel, batch.meta), workspace=workspace(kernel))
+    exact = op.reference(q.double(), double(kv), batch.meta, **op.static_values(site))
+    assert worst_row(out, exact) <= BOUND[torch.bfloat16]
+
+
 @pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3", "nvfp4"])
 def test_decode_graph_replayed_over_other_lengths(format):
     """Captured at the maximum, replayed with other lengths and tables: what an eager run gives, bit by bit."""
