@@ -109,7 +109,8 @@ def test_paged_attention(dtype, lengths, causal, window, format):
 
 def test_dense_attention_of_a_long_prompt_beside_many_decodes():
     """As many tiles for every request as the longest has would be more than a grid takes along an axis."""
-    site = replace(real_site("dense_attention", "bfloat16"), max_seqs=256, num_q_heads=16, num_kv_heads=1)
+    site = replace(real_site("dense_attention", "bfloat16"), max_seqs=256, block_size=128)
+    site = replace(site, num_q_heads=16, num_kv_heads=1)
     batch = Batch(site, [(4096, 4096)] + [(1, 40)] * 160, torch.bfloat16, extra_tokens=3)
     q, kv = batch.queries(16, 128), batch.cache(1, 128, True)
     kernel, op = paged_attention(site), load("paged_attention")
