@@ -131,7 +131,8 @@ class _Run:
         self._site = site
         self._few_tokens = few_tokens
         self._group = site.num_q_heads // site.num_kv_heads
-        self._query_tile = min(MAX_QUERY_TILE, power_of_two_below(MAX_ROWS // self._group))
+        rows = MAX_ROWS if site.head_dim <= 128 else MAX_ROWS // 2
+        self._query_tile = min(MAX_QUERY_TILE, power_of_two_below(rows // self._group))
         self._narrow = site.dtype == "float32"
         most = common_power_of_two(site.block_size, site.page_size)
         tuned = (NARROW,) * 3 if self._narrow else DECODE[site.kv_format]
