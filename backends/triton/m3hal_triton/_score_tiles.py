@@ -1,8 +1,9 @@
-"""Block scores of a decode over bf16 keys on Hopper, where the first blocks are read while the kernel ahead runs.
+"""Block scores of a decode over bf16 keys on Hopper, where first blocks are located while the kernel ahead runs.
 
-Only blocks without a token of this batch: what runs ahead in a step inserts no others. Written in Gluon, as Triton has
-no word for tiles that are asked for at one place and awaited at another. A tile is a block, and lies in shared memory
-until all its rows' products are done.
+Located, not read: that kernel may write any of them. A block without a token of its own request need not be complete,
+as another request of the batch may share it and write it now. Written in Gluon, as Triton has no word for tiles that
+are asked for at one place and awaited at another. A tile is a block, and lies in shared memory until all its rows'
+products are done.
 """
 
 from __future__ import annotations
@@ -96,17 +97,16 @@ def score_tiles(
     page_rows = keys.page // keys.token
     asked = at
     if KNOWN:
-        # blocks of the first request that have no token of this batch
-        old = gl.minimum(gl.minimum(stop, end), base + (seq_len - (last - first)) // KEYS)
+        one = gl.minimum(stop, end)  # where the first request's blocks end
         starts = ()
         for slot in gl.static_range(TILES):
-            there = at + slot < old
+            there = at + slot < one
             start = _row(at + slot, base, request, block_table, table_row, table_slot, page_rows, there, PAGE)
             starts = starts + (start,)  # noqa: RUF005 - Gluon knows no starred tuple
-        for slot in gl.static_range(TILES):
-            ask(rows, starts[slot], 0, arrived, tiles, slot, at + slot < old, BYTES)
-        asked = gl.maximum(at, gl.minimum(old, at + TILES))
         wait()
+        for slot in gl.static_range(TILES):
+            ask(rows, starts[slot], 0, arrived, tiles, slot, at + slot < one, BYTES)
+        asked = gl.maximum(at, gl.minimum(one, at + TILES))
     asked, a_request, a_base, a_end, a_row = _next(
         asked - 1, stop, request, base, end, first_block, block_table, table_row, table_slot, page_rows, PAGE
     )
