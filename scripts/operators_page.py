@@ -26,6 +26,10 @@ bf16 (fp32: a row bound); **C1** within one code step; **R** worst-row relative 
 """
 
 
+#: what a trait does that is neither emulated nor a tolerance
+_NOT_EMULATED = {"batch_invariant": "a promise, held to bit by bit"}
+
+
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
@@ -65,7 +69,7 @@ def _section(op: Operator) -> str:
     if op.covers:
         facts.append(f"Composed of: {', '.join(f'[`{name}`](#{name})' for name in op.covers)}")
     for trait in op.traits:
-        how = "emulated by the reference" if trait.emulated else "widens the tolerance"
+        how = "emulated by the reference" if trait.emulated else _NOT_EMULATED.get(trait.name, "widens the tolerance")
         facts.append(f"Trait `{trait.name}`: {' | '.join(trait.values)}; {trait.meaning} ({how})")
     listed = "\n".join(f"* {fact}" for fact in facts)
     signature = f"{op.name}{_signature(op)}\n\n{inspect.cleandoc(op.reference.__doc__ or '')}"
