@@ -120,7 +120,7 @@ def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
     for name in options.case:
         if not select(ids=[name]):
             raise ConfigurationError(
-                f"no case is called {name!r}.{_near(name)} `m3hal conform --list` prints every id."
+                f"no case is called {name!r}.{_near(name)} `m3hal conform --backend reference --list` prints every id."
             )
     cases = select(operators=options.op, ids=options.case, quick=options.quick)
     if not cases:

@@ -215,6 +215,7 @@ def test_command(tmp_path, capsys):
     again = capsys.readouterr().out
     assert "prefill TP4" in again
     assert "prefill TP1" not in again
+    assert "microseconds on cpu by reference; m3hal" in again
     assert main(["bench", "--read", str(out), "--case", "TP4", "--json"]) == 0
     assert all("TP4" in row["case"] for row in json.loads(capsys.readouterr().out)["rows"])
     assert main(["bench", "--read", str(out), "--case", "nothing"]) == 2

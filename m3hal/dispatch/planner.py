@@ -14,7 +14,7 @@ from m3hal.dispatch.levels import proved
 from m3hal.dispatch.plans import Choice, Plan
 from m3hal.dispatch.policy import Policy
 from m3hal.dispatch.screen import Candidate, Demands, candidates, screen, screen_backend
-from m3hal.dispatch.verdict import Verdict
+from m3hal.dispatch.verdict import STAGES, Verdict
 from m3hal.shape import WITHIN, ModelShape, Site
 
 #: What stock vLLM keeps for itself: its parallel layers shard, load and quantise their own weights, and ranks meet in
@@ -187,7 +187,11 @@ class _Job:
             return "pinned"
         if operator in self.policy.overrides:
             return f"operators.{operator} {self.policy.told(f'operators.{operator}')}"
-        before = {v.backend: v for v in takewhile(lambda verdict: not verdict.accepted, verdicts)}
+        before: dict[str, Verdict] = {}  # of a backend's implementations the one that came furthest
+        for verdict in takewhile(lambda verdict: not verdict.accepted, verdicts):
+            other = before.setdefault(verdict.backend, verdict)
+            if STAGES.index(verdict.stage) >= STAGES.index(other.stage):
+                before[verdict.backend] = verdict
         passed_over = [f"{backend}: {verdict.reason}" for backend, verdict in before.items()]
         named = takewhile(lambda name: not chosen.is_from(name), self.policy.order)
         faulty = {v.backend: f"its manifest is at fault: {v.reason}" for v in faults if v.operator == operator}

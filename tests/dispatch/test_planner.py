@@ -173,6 +173,17 @@ def test_refusal_tells_every_backends_reason(toy: Any, make: Callable[..., Any])
     ]
 
 
+def test_a_backend_is_passed_over_for_what_came_furthest(toy: Any, make: Callable[..., Any]) -> None:
+    """Of two implementations that a backend offers, the plan tells why the nearer one was not taken."""
+    module = toy("acme", rms_norm=kernel)
+    path = f"{module.__name__}:rms_norm"
+    near = Impl(path, limits=(at_most("hidden_size", 64),), name="near")
+    far = Impl(path, devices=("cuda:sm_100",), name="far")
+    toy("acme", operators={"rms_norm": (near, far)})
+    made = make({"backend": "acme,reference"})
+    assert made.choice("rms_norm", "moe").reason.startswith("acme: hidden_size is ")
+
+
 def test_faulty_entry_is_not_called_absent(toy: Any, make: Callable[..., Any]) -> None:
     """A misspelt limit costs the implementation, and the plan says so where the next backend serves."""
     module = toy("acme", rms_norm=kernel)

@@ -85,7 +85,8 @@ def _read(options: argparse.Namespace) -> int:
     if len(picked) < len(found):
         kept["rows"] = [row for row, one in zip(kept["rows"], found, strict=True) if one in picked]
         text = json.dumps(kept, indent=1)
-    print(text if options.json else table.text(picked))
+    made = f"microseconds on {device} by {backend}; {kept.get('command') or 'command unknown'}"
+    print(text if options.json else f"{table.text(picked)}\n\n{made}")
     if options.png:
         _draw(picked, options.png, f"{device}, {backend}")
     return 0
