@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attention_cases import BOUND, DEVICE, Batch, double, plan, sparse_site, workspace, worst_row
-from m3hal_triton import paged_attention, select_blocks, sparse_attention, topk_blocks
+from m3hal_triton import (
+    _sparse_decode_run,
+    _sparse_prefill_run,
+    paged_attention,
+    select_blocks,
+    sparse_attention,
+    topk_blocks,
+)
 
 from m3hal.layouts import KVLayout
 from m3hal.ops import SeqMeta, load
@@ -98,10 +105,10 @@ def test_choices_of_a_long_chunk(record):
 @pytest.mark.parametrize("make", [paged_attention.paged_attention, sparse_attention.sparse_attention])
 def test_parts_of_tokens_of_no_request_have_room(monkeypatch, make):
     """One small request and many rows of padding: parts are of all of them, and stay in the workspace."""
-    for module in (paged_attention, sparse_attention):
+    for module in (paged_attention, _sparse_decode_run):
         monkeypatch.setattr(module, "MAX_SPLIT_PROGRAMS", 64)
-    monkeypatch.setattr(sparse_attention, "PREFILL_BYTES", 1)
-    monkeypatch.setattr(sparse_attention, "SORT_COUNTERS", 1)
+    monkeypatch.setattr(_sparse_prefill_run, "MOST_BYTES", 1)
+    monkeypatch.setattr(_sparse_prefill_run, "SORT_COUNTERS", 1)
     site = sparse_site(torch.float32, causal=True, window_left=-1)
     batch = Batch(site, [(2, 200)], torch.float32, extra_tokens=60)
     kernel, op = make(site), load(make.__name__)

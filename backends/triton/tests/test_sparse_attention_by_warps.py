@@ -19,8 +19,8 @@ _SITE = {"head_dim": 128, "rotary_dim": 64, "scale": 128**-0.5, "block_size": 12
 @pytest.mark.parametrize("merged", [8, 0], ids=["merged", "by a launch"])
 def test_decode(monkeypatch, format, layout, page, heads, programs, merged):
     """Out and lse within the bound of the definition; what no token selected is NaN in codes and scales."""
-    monkeypatch.setattr("m3hal_triton.sparse_attention.MERGE_SPLITS", merged)
-    monkeypatch.setattr("m3hal_triton.sparse_attention.MAX_SPLIT_PROGRAMS", programs)
+    monkeypatch.setattr("m3hal_triton._sparse_decode_run.MERGE_SPLITS", merged)
+    monkeypatch.setattr("m3hal_triton._sparse_decode_run.MAX_SPLIT_PROGRAMS", programs)
     site = sparse_site(
         torch.bfloat16, kv_format=format, page_size=page, num_q_heads=heads, num_kv_heads=2, return_lse=True, **_SITE
     )
@@ -29,7 +29,7 @@ def test_decode(monkeypatch, format, layout, page, heads, programs, merged):
     ids = batch.block_ids(2)
     batch.erase_unselected(kv, ids)
     kernel = sparse_attention(site)
-    assert kernel.run._by_warps(kv)
+    assert kernel.run.decode.by_warps(kv)
     out = poisoned(batch.tokens, heads, 128, dtype=torch.bfloat16)
     lse = poisoned(batch.tokens, heads, dtype=torch.float32)
     kernel.run(q, kv, ids, plan(kernel, batch.meta), out=(out, lse), workspace=workspace(kernel))
@@ -46,7 +46,7 @@ def test_a_key_far_above_the_newest_block(monkeypatch, format):
     site = sparse_site(
         torch.bfloat16, kv_format=format, page_size=128, num_q_heads=4, num_kv_heads=2, return_lse=True, **_SITE
     )
-    monkeypatch.setattr("m3hal_triton.sparse_attention.MAX_SPLIT_PROGRAMS", 1)
+    monkeypatch.setattr("m3hal_triton._sparse_decode_run.MAX_SPLIT_PROGRAMS", 1)
     batch = Batch(site, [(1, 400), (1, 300)], torch.bfloat16, "hnd" if format == "fp8_e4m3" else "msa_slot", True, 2)
     kv = batch.cache(2, 128, True, format=format)
     ids = batch.block_ids(2)
@@ -57,7 +57,7 @@ def test_a_key_far_above_the_newest_block(monkeypatch, format):
             oldest = int(ids[token, head // 2, 0]) * 128
             q[token, head] = (keys[head // 2, oldest + 7] * (1 + 40 * (head % 2))).bfloat16()
     kernel = sparse_attention(site)
-    assert kernel.run._by_warps(kv)
+    assert kernel.run.decode.by_warps(kv)
     out = poisoned(batch.tokens, 4, 128, dtype=torch.bfloat16)
     lse = poisoned(batch.tokens, 4, dtype=torch.float32)
     kernel.run(q, kv, ids, plan(kernel, batch.meta), out=(out, lse), workspace=workspace(kernel))

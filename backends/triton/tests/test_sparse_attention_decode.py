@@ -58,7 +58,7 @@ def test_groups_and_pages(dtype, group, page, block):
 
 def test_one_program_without_splits(monkeypatch):
     """A batch too large to split writes its result directly and takes no workspace."""
-    monkeypatch.setattr("m3hal_triton.sparse_attention.MAX_SPLIT_PROGRAMS", 1)
+    monkeypatch.setattr("m3hal_triton._sparse_decode_run.MAX_SPLIT_PROGRAMS", 1)
     site = sparse_site(torch.float32, return_lse=True)
     _check(site, Batch(site, [(1, 80), (1, 40)], torch.float32))
 
@@ -66,7 +66,7 @@ def test_one_program_without_splits(monkeypatch):
 @DTYPES
 def test_nan_of_a_neighbours_block(dtype, monkeypatch):
     """A block that only another token of the request chose may hold NaN, in one program that walks both tokens'."""
-    monkeypatch.setattr("m3hal_triton.sparse_attention.MAX_SPLIT_PROGRAMS", 1)
+    monkeypatch.setattr("m3hal_triton._sparse_decode_run.MAX_SPLIT_PROGRAMS", 1)
     site = sparse_site(dtype)
     batch = Batch(site, [(4, 90)], dtype)
     q, kv = batch.queries(site.num_q_heads, site.head_dim), batch.cache(site.num_kv_heads, site.head_dim, True)

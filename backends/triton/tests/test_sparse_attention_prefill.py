@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import BOUND, Batch, double, plan, poisoned, sparse_site, workspace, worst_row
+from m3hal_triton import _sparse_prefill_run as module
 from m3hal_triton import _sparse_union as union
-from m3hal_triton import sparse_attention as module
-from m3hal_triton.sparse_attention import _Sort, batch_invariant, sparse_attention
+from m3hal_triton.sparse_attention import batch_invariant, sparse_attention
 from machine_cases import site as real_site
 
 from m3hal.ops import load
@@ -67,11 +67,11 @@ def test_pieces_and_sorts_agree(monkeypatch):
     q, kv, ids = _inputs(site, batch)
     kernel = sparse_attention(site)
     whole = kernel.run(q, kv, ids, plan(kernel, batch.meta), workspace=workspace(kernel))
-    monkeypatch.setattr(module.PREFILL, "chunk", 3)
+    monkeypatch.setattr(module.TUNING, "chunk", 3)
     monkeypatch.setattr(module, "SORT_COUNTERS", 1)
-    monkeypatch.setattr(module, "PREFILL_BYTES", 1)
+    monkeypatch.setattr(module, "MOST_BYTES", 1)
     kernel = sparse_attention(replace(site, max_tokens=24, max_seqs=2, max_context=80))
-    kernel.run._piece = 7
+    kernel.run.prefill.piece = 7
     pieces = kernel.run(q, kv, ids, plan(kernel, batch.meta), workspace=workspace(kernel))
     assert torch.equal(whole, pieces)
 
@@ -171,23 +171,23 @@ def test_the_sort_stays_in_its_memory(most, monkeypatch):
     site = replace(sparse_site(torch.bfloat16), max_tokens=most, max_seqs=1, max_context=614400, top_k_blocks=64)
     slots = 614400 // site.block_size * site.num_kv_heads
     monkeypatch.setattr(module, "SORT_COUNTERS", 2 * slots)  # of two pieces
-    run = sparse_attention(site).run
+    run = sparse_attention(site).run.prefill
     for piece in range(most // 2 + 1, most + 1, 7):
-        memory = torch.empty(16 * run._sort_words, dtype=torch.uint8)
-        sort = _Sort(memory, most, piece, slots, site.num_kv_heads * 64)
+        memory = torch.empty(16 * run.sort_words, dtype=torch.uint8)
+        sort = module.Sort(memory, most, piece, slots, site.num_kv_heads * 64)
         parts = (sort.ranks, sort.order, sort.work, sort.counts, sort.starts, sort.items, sort.totals)
-        assert sum(part.numel() for part in parts) <= run._sort_words
+        assert sum(part.numel() for part in parts) <= run.sort_words
 
 
 def test_many_requests_of_long_contexts_leave_room_for_pieces():
     """Where the sort's counters alone fill the workspace, a piece is still of many tokens."""
     site = replace(real_site("sparse_attention", "bfloat16"), max_seqs=1024, max_context=1 << 20)
-    run = sparse_attention(site).run
-    assert run._piece >= 64
-    assert run.workspace_bytes >= run._sort_bytes + run._piece * 64 * 16 * 260
+    run = sparse_attention(site).run.prefill
+    assert run.piece >= 64
+    assert run.workspace_bytes >= run.sort_bytes + run.piece * 64 * 16 * 260
 
 
 @pytest.mark.parametrize("most", [63, 64, 8191])
 def test_partial_results_are_aligned(most):
     """They begin at a multiple of 256 bytes, so that they are stored 16 bytes at a time."""
-    assert sparse_attention(sparse_site(torch.float32, max_tokens=most)).run._sort_bytes % 256 == 0
+    assert sparse_attention(sparse_site(torch.float32, max_tokens=most)).run.prefill.sort_bytes % 256 == 0

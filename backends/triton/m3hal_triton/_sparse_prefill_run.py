@@ -1,0 +1,209 @@
+"""Host code of a sparse prefill: the sort by key block, piece by piece, and what walks before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from m3hal.shape import Site
+from m3hal_triton import _pages
+from m3hal_triton import _sparse_prefill as kernels
+from m3hal_triton import _sparse_union as union
+from m3hal_triton._decode import native
+from m3hal_triton._launch import DOT_PRECISION, LOG2_E, common_power_of_two, multiprocessors, power_of_two_below
+
+#: rows of a tile of queries in fp32
+NARROW_ROWS = 16
+#: keys times elements of a block that a program keeps in shared memory, at most
+WHOLE_BLOCK = 256 * 128
+#: keys of a step where a block is walked, by cache format; in fp32, operands are held in registers
+STEP_KEYS, NARROW_KEYS = {"bfloat16": 64, "fp8_e4m3": 128, "nvfp4": 128}, 16
+#: bytes of the workspace, and of the partial results at least
+MOST_BYTES, PIECE_BYTES = 256 << 20, 32 << 20
+#: counters of the sort that are kept at least, so that all pieces of a chunk are sorted together
+SORT_COUNTERS = 1 << 20
+#: entries of one program of the sort
+ENTRIES = 1024
+
+
+@dataclass
+class Tuning:
+    """Launch parameters."""
+
+    chunk: int = 32  # entries of a work item
+    rows: int = 64
+    warps: int = 4
+    merge_warps: int = 1
+    merge_heads: int = 4
+
+
+TUNING = Tuning()
+
+
+class Prefill:
+    """``run(q, kv, block_ids, batch, output, lse, workspace)``; lse is any tensor where the site returns none.
+
+    walks: whether neighbours may walk the union of their blocks. A unit walks or not by what its neighbours chose, so
+    then no row is computed alike in any batch.
+    """
+
+    def __init__(self, site: Site, walks: bool) -> None:
+        self._site = site
+        self._group = site.num_q_heads // site.num_kv_heads
+        self._narrow = site.dtype == "float32"
+        walks = walks and site.dtype == "bfloat16" and site.kv_format in union.WALKS
+        self._walks = walks and site.page_size >= site.block_size and self._group in (2, 4, 8, 16)
+        self.sort_bytes = self._bytes_of_sort()
+        per_token = site.num_q_heads * site.top_k_blocks * (site.head_dim * (4 if self._narrow else 2) + 4)
+        room = max(MOST_BYTES - self.sort_bytes, min(PIECE_BYTES, MOST_BYTES), per_token)
+        self.piece = min(site.max_tokens, room // per_token)
+        self.workspace_bytes = self.sort_bytes + self.piece * per_token
+
+    def _bytes_of_sort(self) -> int:
+        """Bytes of ranks, order, work items and counters."""
+        site = self._site
+        entries = site.max_tokens * site.num_kv_heads * site.top_k_blocks
+        slots = max(site.max_seqs * triton.cdiv(site.max_context, site.block_size) * site.num_kv_heads, SORT_COUNTERS)
+        self._slots = slots
+        # pieces may hold nearly twice the tokens that there are, each piece one work item and one counter more
+        items = 2 * (entries + triton.cdiv(entries, TUNING.chunk)) + site.max_tokens
+        words = 2 * entries + 8 * (items + 1024) + 3 * slots + site.max_tokens + 1024
+        self.sort_words = triton.cdiv(words, 64) * 64  # partial results follow, and are stored 16 bytes at a time
+        return 4 * self.sort_words + (union.room(site.max_tokens, site.num_kv_heads) if self._walks else 0)
+
+    def run(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]
+        """Any number of query tokens a request."""
+        site, meta = self._site, batch.meta
+        tokens, piece = q.shape[0], min(self.piece, q.shape[0])
+        ids = block_ids.shape[2]
+        slots = meta.seq_lens.shape[0] * max(triton.cdiv(meta.max_k, site.block_size), 1) * site.num_kv_heads
+        at_once = max(1, self._slots // slots) * piece  # tokens that are sorted together
+        walk = self._walk(q, kv, block_ids, batch, output, lse, workspace)
+        for low in range(0, tokens, at_once):
+            n = min(at_once, tokens - low)
+            sort = Sort(workspace, n, piece, slots, site.num_kv_heads * ids)
+            self._sort(sort, walk, block_ids[low : low + n], batch, low, n, piece)
+            room = workspace[self.sort_bytes :]
+            for index in range(sort.pieces):
+                count = min(piece, n - index * piece)
+                self._piece_of(sort, index, low + index * piece, count, room, q, kv, ids, batch, output, lse)
+
+    def _walk(self, q, kv, block_ids, batch, output, lse, workspace) -> union.Walk | None:  # type: ignore[no-untyped-def]
+        """Attention of the units that walk the union of their blocks, before the others are sorted."""
+        site, tokens = self._site, q.shape[0]
+        minimum = union.LEAST * multiprocessors(q.device)
+        if not self._walks or tokens // union.TILE * site.num_kv_heads < minimum:
+            return None
+        walk = union.Walk(workspace[4 * self.sort_words :], tokens, site, minimum)
+        walk.unite(block_ids, batch)
+        walk.attend(q, kv, batch, output, lse)
+        return walk
+
+    def _sort(self, sort, walk, block_ids, batch, low, n, piece) -> None:  # type: ignore[no-untyped-def]
+        """Entries in the order of their blocks, and work items, for each piece."""
+        site, meta = self._site, batch.meta
+        groups, ids = site.num_kv_heads, block_ids.shape[2]
+        grid = (triton.cdiv(n * groups * ids, ENTRIES),)
+        request, position = batch.request[low:], batch.position[low:]
+        statics: dict[str, Any] = {"GROUPS": groups, "IDS": ids, "BLOCK": site.block_size, "ENTRIES": ENTRIES}
+        sort.counts.zero_()
+        sizes, walking, minimum = (walk.sizes, walk.walking, walk.minimum) if walk else (sort.counts, sort.counts, 0)
+        kernels.count[grid](
+            block_ids, request, position, batch.first_block, sort.counts, sort.ranks, sizes, walking, low, n,
+            sort.slots, piece, *block_ids.stride(), minimum, **statics, TILE=union.TILE if walk else 0, num_warps=4,
+        )  # fmt: skip
+        kernels.offsets[(sort.pieces,)](
+            sort.counts, sort.starts, sort.items, sort.totals, batch.first_block, meta.seq_lens.shape[0], sort.slots,
+            GROUPS=groups, CHUNK=TUNING.chunk, WIDE=2048, num_warps=8,
+        )  # fmt: skip
+        kernels.scatter[grid](
+            block_ids, request, position, meta.seq_lens, batch.first_block, meta.block_table, sort.counts, sort.starts,
+            sort.items, sort.ranks, sort.order, sort.work, n, sort.slots, piece, sort.max_items,
+            *block_ids.stride(), *meta.block_table.stride(), **statics, PAGE=site.page_size,
+            CHUNK=TUNING.chunk, num_warps=4,
+        )  # fmt: skip
+
+    def _piece_of(self, sort, index, first_token, count, room, q, kv, ids, batch, output, lse) -> None:  # type: ignore[no-untyped-def]
+        """Attention of one piece: partial results by block, then their merge by token."""
+        site, meta, group = self._site, batch.meta, self._group
+        rows = count * site.num_q_heads * ids
+        split = rows * site.head_dim * q.element_size()
+        partials = room[:split].view(q.dtype)
+        partial_lse = room[split : split + 4 * rows].view(torch.float32)
+        local = index * sort.piece
+        even = site.block_size == common_power_of_two(site.block_size)  # as a tile's side must be
+        fits = even and site.block_size * site.head_dim <= WHOLE_BLOCK
+        whole = not self._narrow and fits and site.page_size >= site.block_size
+        kernels.attend_block[(sort.max_items,)](
+            q,
+            _pages.memory(kv),
+            _pages.keys(kv),
+            _pages.values(kv),
+            kv.k_scale,
+            kv.v_scale,
+            sort.order[local * site.num_kv_heads * ids :],
+            sort.work[index],
+            sort.totals[index:],
+            meta.block_table,
+            partials,
+            partial_lse,
+            site.scale * LOG2_E,
+            first_token,
+            q.stride(),
+            *meta.block_table.stride(),
+            HEADS=site.num_q_heads,
+            GROUP=group,
+            GROUPS=site.num_kv_heads,
+            IDS=ids,
+            ROWS=max(NARROW_ROWS if self._narrow else TUNING.rows, triton.next_power_of_2(group)),
+            DIM=site.head_dim,
+            BLOCK=site.block_size,
+            PAGE=site.page_size,
+            KEYS=site.block_size if whole else self._step_keys(),
+            FORMAT=site.kv_format,
+            COMPUTE=tl.float32 if self._narrow else tl.bfloat16,
+            NATIVE=native(q.device, site.head_dim, site.dtype),
+            PRECISION=DOT_PRECISION,
+            num_warps=4 if self._narrow else TUNING.warps,
+        )
+        heads = min(TUNING.merge_heads, power_of_two_below(group & -group))
+        kernels.merge[(site.num_q_heads // heads, count)](
+            partials,
+            partial_lse,
+            sort.ranks[local * site.num_kv_heads * ids :],
+            output,
+            lse,
+            first_token,
+            output.stride(),
+            *lse.stride()[:2],
+            HEADS=site.num_q_heads,
+            GROUP=group,
+            GROUPS=site.num_kv_heads,
+            IDS=ids,
+            IDS_PADDED=triton.next_power_of_2(ids),
+            DIM=site.head_dim,
+            LSE=site.return_lse,
+            num_warps=TUNING.merge_warps,
+            HEADS_AT_ONCE=heads,
+        )
+
+    def _step_keys(self) -> int:
+        keys = NARROW_KEYS if self._narrow else STEP_KEYS[self._site.kv_format]
+        return min(keys, common_power_of_two(self._site.block_size, self._site.page_size))
+
+
+class Sort:
+    """The sort's arrays in a workspace, for ``n`` tokens in pieces."""
+
+    def __init__(self, workspace: torch.Tensor, n: int, piece: int, slots: int, per_token: int) -> None:
+        self.slots, self.piece, self.pieces = slots, piece, triton.cdiv(n, piece)
+        self.max_items = min(slots, piece * per_token) + triton.cdiv(piece * per_token, TUNING.chunk)
+        sizes = [n * per_token, n * per_token, 8 * self.pieces * self.max_items]
+        sizes += [self.pieces * slots] * 3 + [self.pieces]
+        words = workspace.view(torch.int32)[: sum(sizes)].split(sizes)
+        self.ranks, self.order, work, self.counts, self.starts, self.items, self.totals = words
+        self.work = work.view(self.pieces, self.max_items, 8)
