@@ -67,15 +67,17 @@ def combine(
     tile = tl.program_id(1) * (COLUMNS // TILE) + tl.arange(0, COLUMNS // TILE)[:, None]
     column = tile * TILE + tl.arange(0, TILE)[None, :]
     inside = column < width
-    # what was there before w2's programs began, asked for before they have ended
+    # what was there before w2's programs began, asked for before they have ended; from the L2 cache, as the L1 cache
+    # may have what was there before a kernel that this one hasn't waited for
     slots = ()
     for slot in tl.static_range(SLOTS):
         if LAST and slot == SLOTS - 1:
             here, weight = token >= 0, 1.0
         else:
-            here = tl.load(ids + token * id_strides[0] + slot * id_strides[1]) >= 0
-            weight = tl.load(weights + token * weight_strides[0] + slot * weight_strides[1], mask=here, other=0.0)
-        position = tl.load(positions + token * SLOTS + slot, mask=here, other=0).to(tl.int64)
+            here = tl.load(ids + token * id_strides[0] + slot * id_strides[1], cache_modifier=".cg") >= 0
+            at = weights + token * weight_strides[0] + slot * weight_strides[1]
+            weight = tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
+        position = tl.load(positions + token * SLOTS + slot, mask=here, other=0, cache_modifier=".cg").to(tl.int64)
         slots += ((here, weight, position),)
     if EARLY:
         tl.extra.cuda.gdc_wait()

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -137,6 +138,7 @@ def _step(
     """Starts the products of a step, whose weights are ``now``, then waits for those of the step before."""
     buffers, others, full, free = ring
     mbarrier.wait(full.index(slot), phase)
+    fence_async_shared()  # tokens weren't copied by the unit that the matrix unit is in step with
     total = warpgroup_mma(now, buffers.index(slot).permute([1, 0]), total, is_async=True)
     # weights are named, so that their registers are kept that long
     if BX > 0:

@@ -275,12 +275,15 @@ _ADDRESSED = 2**31
 
 
 def takes(batch: Any, matrix: Matrix, inputs: torch.Tensor) -> bool:
-    """Whether a product is one of these: bf16 or E4M3 on both sides, whole tiles, rows that 16 bytes divide."""
+    """Whether a product is one of these: bf16 or E4M3 on both sides, whole tiles, rows that copies of 16 bytes divide.
+
+    Triton knows of a stride only whether 16 *numbers* divide it: what is less sure it would copy number by number.
+    """
     width = inputs.element_size()
     is_tuned = batch.is_hopper and (batch.tuning.tokens, batch.tuning.extra) == (TOKENS.value, EXTRA.value)
     is_alike = matrix.codes.element_size() == width and not batch.lift and batch.items is not None
     is_whole = matrix.rows % ROWS.value == 0 and matrix.size * width % LINE.value == 0
-    is_aligned = inputs.stride(1) == 1 and inputs.stride(0) * width % 16 == 0 and inputs.data_ptr() % 16 == 0
+    is_aligned = inputs.stride(1) == 1 and inputs.stride(0) % 16 == 0 and inputs.data_ptr() % 16 == 0
     is_plain = is_alike and is_whole and is_aligned and width <= 2
     most = max(len(inputs) * inputs.stride(0), len(batch.hidden) * matrix.rows // ROWS.value)
     return is_tuned and is_plain and batch.powers is not None and most < _ADDRESSED

@@ -89,6 +89,18 @@ def test_rows_apart(taken):
 
 
 @ON_HOPPER
+def test_rows_that_no_copy_takes(taken):
+    """Activations in rows 8 numbers more than a multiple of 16 apart: w13's product is another's, w2's is this."""
+    x, weights, ids = _given(COUNTS[0])
+    site, kernel, experts = _kernel(moe_experts, "bfloat16", len(x))
+    apart = torch.full((len(x), HIDDEN + 8), torch.nan).to(x)
+    apart[:, :HIDDEN] = x
+    out = _run(kernel, apart[:, :HIDDEN], weights, ids, kernel.prepare_weights(experts))
+    assert len(taken) == 1
+    assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
+
+
+@ON_HOPPER
 def test_numbers_that_are_none_stay_where_they_are(taken):
     """NaN and infinity in a row of weights reach that output alone, of the tokens that chose the expert."""
     given = _given(COUNTS[0])
@@ -162,6 +174,7 @@ def test_which_products_are_taken():
     assert not _asked(inputs, codes.to(torch.uint8))
     assert not _asked(inputs.float(), codes.float())
     assert not _asked(inputs.T.contiguous().T, codes)
+    assert not _asked(torch.empty(300, 136, dtype=torch.bfloat16)[:, :128], codes)
     assert not _asked(torch.empty(300, 132, dtype=torch.bfloat16)[:, :128], codes)
     assert not _asked(torch.empty(301 * 128, dtype=torch.bfloat16)[1:][: 300 * 128].view(300, 128), codes)
     assert not _asked(torch.empty(2**24, 128, dtype=torch.bfloat16, device="meta"), codes)

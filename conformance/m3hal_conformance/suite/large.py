@@ -18,7 +18,7 @@ from m3hal.ops import ExpertWeights
 from m3hal.shape import Site
 from m3hal_conformance.case import Case, Inputs, Make, MakeIn, Rng, dtype_of
 from m3hal_conformance.sizes import DEVICE
-from m3hal_conformance.suite._build import LIGHT, ask
+from m3hal_conformance.suite._build import LIGHT, ask, in_wide_row
 from m3hal_conformance.suite._paged import Lengths
 from m3hal_conformance.suite.attention import _every_block, _few, _inputs
 from m3hal_conformance.suite.indexer import _needles
@@ -76,8 +76,11 @@ def _experts(tokens: int, format: str, inner: int) -> Make:
     return make
 
 
-def _crowd(counts: tuple[int, ...], format: str) -> Make:
-    """Each expert has one slot of its own, and the first so many tokens: tiles of many tokens, full and nearly so."""
+def _crowd(counts: tuple[int, ...], format: str, apart: int = 0) -> Make:
+    """Each expert has one slot of its own, and the first so many tokens: tiles of many tokens, full and nearly so.
+
+    apart: numbers between a token's last and the next one's first.
+    """
 
     def make(rng: Rng, site: Site) -> Inputs:
         tokens, k = max(counts), len(counts)
@@ -87,6 +90,7 @@ def _crowd(counts: tuple[int, ...], format: str) -> Make:
         w13, w2 = rng.normal(k, 2 * inner, hidden) * hidden**-0.5, rng.normal(k, hidden, inner) * inner**-0.5
         first, second = (_stored(w, format) if format else w.to(dtype_of(site)) for w in (w13, w2))
         x, weights = rng.normal(tokens, hidden).to(dtype_of(site)), rng.uniform(0.25, 1.0, tokens, k)
+        x = in_wide_row(x, 0, apart) if apart else x
         return {"x": x, "weights": weights, "ids": ids.gather(1, order).int(), "experts": ExpertWeights(first, second)}
 
     return make
@@ -94,12 +98,13 @@ def _crowd(counts: tuple[int, ...], format: str) -> Make:
 
 def _moe() -> list[Case]:
     cases: list[Case] = []
-    for format in ("", "fp8_e4m3", "mxfp8"):
+    # rows 1032 numbers apart: copies of 16 bytes would do, but of 32 not
+    for format, apart in (("", 0), ("", 8), ("fp8_e4m3", 0), ("mxfp8", 0)):
         few: dict[str, Any] = {"weight_format": format} if format else {}
         cases += ask(
             "moe_experts",
-            f"{format or 'plain'}_many_tokens",
-            _crowd((330, 281, 256, 70), format),
+            f"{format or 'plain'}_many_tokens{'_apart' if apart else ''}",
+            _crowd((330, 281, 256, 70), format, apart),
             kind="moe",
             hidden_size=1024,
             intermediate_size=512,
