@@ -13,8 +13,9 @@ import torch
 
 from m3hal_conformance.bounds import _spacing, bits
 from m3hal_conformance.buckets import trimmed
+from m3hal_conformance.case import Inputs
 from m3hal_conformance.compare import Score
-from m3hal_conformance.harness import Named, Outcome
+from m3hal_conformance.harness import Carved, Named, Outcome
 from m3hal_conformance.trees import map_tensors, tensors
 from m3hal_conformance.trial import CheckFailed, Trial
 
@@ -140,18 +141,24 @@ def overwritten(trial: Trial) -> None:
     other = trial.other
     if not _alike(trial.inputs, other):
         return
-    carved = trial.carved(trial.inputs)
-    trial.harness.run(carved)
-    given = trial.given(other)
-    for (_, target), (_, source) in zip(tensors(carved.inputs), tensors(given), strict=True):
+    first, given, new = trial.first.outputs, trial.given(trial.inputs), trial.given(other)
+    carved = trial.harness.carve(given, 0)
+    before = _outputs(trial, carved, given, trial.inputs)  # no other call until it is overwritten
+    _same(first, before, "on memory that other inputs may have had, a call differs from the first")
+    for (_, target), (_, source) in zip(tensors(carved.inputs), tensors(new), strict=True):
         if target.numel():
             bits(target.data).copy_(bits(source))
-    returned = trial.harness.run(carved)
-    after = trimmed(trial.operator, trial.harness.outcome(carved, given, returned), other).outputs
-    fresh = trial.call(other).outputs  # while the others are held, so at other addresses
+    after = _outputs(trial, carved, new, other)
+    fresh = trial.call_afresh(other).outputs
     _same(fresh, after, "after its inputs were overwritten in place, a call differs from a fresh one")
     again = trial.call(trial.inputs).outputs
-    _same(trial.first.outputs, again, "after a call on other inputs, the first call's result does not come back")
+    _same(first, again, "after a call on other inputs, the first call's result does not come back")
+
+
+def _outputs(trial: Trial, carved: Carved, given: Inputs, inputs: Inputs) -> Named:
+    """What a call gives for inputs that are in their slabs. given: them, as the implementation gets them."""
+    returned = trial.harness.run(carved)
+    return trimmed(trial.operator, trial.harness.outcome(carved, given, returned), inputs).outputs
 
 
 @check

@@ -261,7 +261,7 @@ def graph_replay(trial: Trial) -> None:
     graph.replay()
     torch.cuda.synchronize()
     after = trimmed(trial.operator, trial.harness.outcome(carved, given, carved.out), other).outputs
-    _same(trial.call(other).outputs, after, "the replayed graph differs from a fresh call on the new inputs")
+    _same(trial.call_afresh(other).outputs, after, "the replayed graph differs from a fresh call on the new inputs")
 
 
 def _weights(trial: Trial) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pkgutil
 import random
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from m3hal.dispatch import Bound, Kernel
 from m3hal_conformance.bounds import bits
 from m3hal_conformance.buckets import trimmed
 from m3hal_conformance.checks import _same, check
@@ -45,7 +43,7 @@ def global_state(trial: Trial) -> None:
     for is_usual in (True, False):
         with _restored(trial.device, is_usual):
             before = _state(trial.device)
-            here = replace(trial, bound=_bound_again(trial), threads=torch.get_num_threads())
+            here = replace(trial, bound=trial.bound_again(), threads=torch.get_num_threads())
             _require_same(before, _state(trial.device), "binding it")
             carved = here.harness.carve(given, 0)
             before = _state(trial.device)
@@ -131,7 +129,7 @@ def bound_in_bfloat16(trial: Trial) -> None:
     given = trial.given(trial.inputs)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        here = replace(trial, bound=_bound_again(trial))
+        here = replace(trial, bound=trial.bound_again())
         carved = here.harness.carve(given, 0)
         arguments = None if here.bound.plan_batch else here.harness.arguments(carved)
     finally:
@@ -139,15 +137,6 @@ def bound_in_bfloat16(trial: Trial) -> None:
     returned = here.harness.launch(carved, arguments or here.harness.arguments(carved))
     found = trimmed(trial.operator, here.harness.outcome(carved, given, returned), trial.inputs).outputs
     _same(trial.first.outputs, found, "bound while the default dtype is bfloat16, it gives other bits")
-
-
-def _bound_again(trial: Trial) -> Bound:
-    """The same operator at the same site, by another call of its factory; a composition, which has none, as it is."""
-    if not trial.impl.path:
-        return trial.bound
-    made = pkgutil.resolve_name(trial.impl.path)(trial.bound.site)
-    kernel = made if isinstance(made, Kernel) else Kernel(made)
-    return replace(trial.bound, **{field.name: getattr(kernel, field.name) for field in fields(Kernel)})
 
 
 @check
@@ -272,7 +261,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @check
 def thousands_of_calls(trial: Trial) -> None:
     """Each of thousands of launches on two tokens gives the bits of the first, and writes its output again."""
-    here = replace(trial, bound=_bound_again(trial))  # calls are counted from the first one
+    here = replace(trial, bound=trial.bound_again())  # calls are counted from the first one
     carved = here.carved(_take(trial, trial.inputs, torch.arange(2)))
     arguments = here.harness.arguments(carved)
     here.harness.launch(carved, arguments)

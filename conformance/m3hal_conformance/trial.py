@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from m3hal import ops
-from m3hal.dispatch import Bound, Impl
+from m3hal.dispatch import Bound, Impl, Kernel
 from m3hal.ops import SeqMeta
 from m3hal.shape import Site
 from m3hal_conformance import oracle
@@ -168,6 +169,24 @@ class Trial:
             worst = max(failed, key=lambda score: score.ratio)
             raise CheckFailed(f"{what}: {worst}", scores)
         return scores
+
+    def bound_again(self) -> Bound:
+        """The same operator at the same site, by another call of its factory; a composition has none and stays."""
+        if not self.impl.path:
+            return self.bound
+        made = pkgutil.resolve_name(self.impl.path)(self.bound.site)
+        kernel = made if isinstance(made, Kernel) else Kernel(made)
+        return replace(self.bound, **{field.name: getattr(kernel, field.name) for field in fields(Kernel)})
+
+    def call_afresh(self, inputs: Mapping[str, Any]) -> Outcome:
+        """One call of a newly bound callable, in memory where no call of this trial found an input before.
+
+        It can know nothing of these inputs, whatever an implementation keeps, and by whichever address.
+        """
+        given = self.given(inputs)
+        carved = self.harness.carve_elsewhere(given)
+        here = replace(self, bound=self.bound_again()).harness
+        return trimmed(self.operator, here.outcome(carved, given, here.run(carved)), inputs)
 
     def carved(self, inputs: Mapping[str, Any]) -> Carved:
         """The inputs in slabs, for checks that run more than once on the same memory."""
