@@ -54,9 +54,7 @@ def conform(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--threads takes 1 to {_MOST_THREADS}, not {threads}.")
     if options.jobs < 1:
         raise ConfigurationError(f"--jobs takes 1 or more, not {options.jobs}.")
-    if "" in options.require:
-        raise ConfigurationError("--require takes a trait, such as batch_invariant, and got none.")
-    runner = Runner(backend, device, options.seed, threads, tuple(dict.fromkeys(options.require)))
+    runner = Runner(backend, device, options.seed, threads, required(options))
     cases = _cases(options)
     if options.list:
         print("\n".join(case.id for case in cases))
@@ -111,6 +109,13 @@ def named_device(device: str | None) -> str:
             f"{device!r} is no device that torch tensors can be put on here; `m3hal devices` lists them."
         )
     return device
+
+
+def required(options: argparse.Namespace) -> tuple[str, ...]:
+    """``--require``, each trait once; whether traits are called so is the plan's to say."""
+    if "" in options.require:
+        raise ConfigurationError("--require takes a trait, such as batch_invariant, and got none.")
+    return tuple(dict.fromkeys(options.require))
 
 
 def _cases(options: argparse.Namespace) -> tuple[Case, ...]:

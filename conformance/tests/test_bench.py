@@ -4,7 +4,9 @@ import importlib.metadata
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,8 +20,10 @@ from m3hal_conformance.trial import Unsupported
 
 from m3hal import ops
 from m3hal.cli import main
+from m3hal.dispatch import Impl, Manifest, register, unregister
 from m3hal.dispatch.errors import M3halError
 from m3hal.ops import ExpertWeights
+from m3hal.reference import bind_definition
 
 RATES = {"copy_GBps": 100.0, "read_GBps": 200.0, "bfloat16_TFLOPs": 1.0}
 
@@ -222,6 +226,59 @@ def test_command(tmp_path, capsys):
     assert "has no such rows" in capsys.readouterr().err
 
 
+@pytest.fixture
+def variants(monkeypatch):
+    """A backend with two linear, the second of which declares batch_invariant; returns what was bound, in order."""
+    bound = []
+
+    def made(name):
+        def factory(site):
+            bound.append(name)
+            return bind_definition(ops.load("linear"), site)
+
+        return factory
+
+    monkeypatch.setitem(
+        sys.modules, "m3hal_variants", SimpleNamespace(fast=made("fast"), same=made("same"), __spec__=None)
+    )
+    fast = Impl("m3hal_variants:fast", memory="self")
+    same = Impl("m3hal_variants:same", memory="self", traits={"batch_invariant": "yes"})
+    register(Manifest("variants", "m3hal tests", ">=1,<2", ("cpu",), {"linear": (fast, same)}))
+    yield bound
+    unregister("variants")
+
+
+def test_a_variant_is_timed_by_requiring_what_it_declares(variants, tmp_path, capsys):
+    """As conform asks it; the table says what was required, and rows that nothing serves so say why, in one object."""
+    out, options = tmp_path / "rows.json", ["bench", "--device", "cpu", "--backend", "variants", "--op", "linear"]
+    assert main([*options, "--check-only"]) == 0
+    assert set(variants) == {"fast"}
+    variants.clear()
+    required = ["--require", "batch_invariant", "--require", "batch_invariant"]
+    assert main([*options, "--check-only", *required, "--out", str(out)]) == 0
+    assert set(variants) == {"same"}
+    assert json.loads(out.read_text())["machine"]["require"] == ["batch_invariant"]
+    capsys.readouterr()
+    assert main([*options, "--check-only", "--require", "batch_invariant=no", "--json"]) == 0
+    assert "require" in json.loads(capsys.readouterr().out)["machine"]
+    reference = ["bench", "--device", "cpu", "--backend", "reference", "--op", "moe_experts", "--case", "fp8 TP4 3"]
+    assert main([*reference, "--check-only", "--require", "activation_format=fp8_e4m3", "--json"]) == 3
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["reason"] for row in rows} == {"the policy requires activation_format=fp8_e4m3; it declares given"}
+
+
+def test_an_output_is_compared_with_the_definition_that_takes_what_is_required(bench):
+    """A required freedom that the definition can take is no error of the implementation's."""
+    rounded = Bench("cpu", "reference", small=True, require=("activation_format=fp8_e4m3", "batch_invariant"))
+    site = replace(bench.site("moe", 4), num_experts=8, num_local_experts=8, hidden_size=64, intermediate_size=32)
+    x, experts = bench.normal(3, 64), ExpertWeights(bench.normal(8, 64, 64), bench.normal(8, 64, 32))
+    inputs = (x.double(), torch.ones(3, 4), torch.arange(12).view(3, 4).int() % 8, experts)
+    given, taken = (one.exact("moe_experts", site, *inputs) for one in (bench, rounded))
+    assert 1e-3 < relative(taken, given) < 0.1
+    both = bench.exact("moe_experts", site, *inputs, require=("activation_format=fp8_e4m3",))
+    assert torch.equal(taken, both)
+
+
 def test_rows_of_a_device_that_is_not_here_are_listed(monkeypatch, capsys):
     """A GPU's rows, with what each needs; nothing is planned or measured, and --json says the same."""
     monkeypatch.setattr("m3hal_conformance.bench.command.Bench", lambda *_: pytest.fail("it was planned"))
@@ -251,6 +308,8 @@ def test_rows_of_a_device_that_is_not_here_are_listed(monkeypatch, capsys):
         (["--device", "cpu", "--op", "msa", "--list"], 0, ""),
         (["--device", "cpu", "--backend", "vllm"], 2, "backend 'vllm' dispatches nothing to measure"),
         (["--device", "cpu", "--backend", ""], 2, "names no backend"),
+        (["--device", "cpu", "--require", ""], 2, "--require takes a trait, such as batch_invariant, and got none."),
+        (["--device", "cpu", "--backend", "reference", "--require", "batch_invarian"], 2, "'batch_invariant'?"),
         (["--read", __file__], 2, "is no table that m3hal bench wrote"),
         (["--read", "nothing.json"], 2, "nothing.json can't be read"),
     ],

@@ -2,6 +2,7 @@
 
     m3hal bench --device cuda:sm_90 --peer vllm --out table.json --png shares.png
     m3hal bench --op sparse_attention --case "decode fp8"
+    m3hal bench --op sparse_attention --require batch_invariant     the variant that declares a trait
     m3hal bench --device cpu                            small sizes, to try the command
     m3hal bench --device cuda:sm_90 --list              its rows; nothing is measured, it need not be here
     m3hal bench --read table.json --png shares.png      an earlier table
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 
-from m3hal.cli.conform import suite
+from m3hal.cli.conform import add_require, suite
 
 HELP = "time operators beside their floors and a peer"
 
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="only rows whose case contains it; several: all of them",
     )
+    add_require(parser)
     parser.add_argument("--peer", choices=("vllm",), help="whose kernels to time in the same rows, where importable")
     parser.add_argument("--runs", type=_runs, default=7, help="interleaved runs, at least 5 (default: %(default)s)")
     parser.add_argument(

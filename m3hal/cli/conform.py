@@ -53,13 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="torch's CPU threads while the implementation runs (default: torch's own number; 1 for the reference); "
         "oracles and comparisons always take 1, as their tensors are small",
     )
-    parser.add_argument(
-        "--require",
-        action="append",
-        default=[],
-        metavar="TRAIT",
-        help="ask only implementations that declare it, such as batch_invariant or p_dtype=float32; may be repeated",
-    )
+    add_require(parser)
     parser.add_argument(
         "--jobs",
         type=int,
@@ -72,6 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the claim")
     parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
+
+
+def add_require(parser: argparse.ArgumentParser) -> None:
+    """The option by which a backend's slower variants are asked, or timed."""
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        metavar="TRAIT[=VALUE]",
+        help="take only implementations that declare it, such as batch_invariant or p_dtype=float32; may be repeated",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from m3hal.ops import ExpertWeights, SeqMeta
 from m3hal.shape import MINIMAX_M3, ModelShape, Site
 from m3hal_conformance.bench.vllm_peer import Peer
 from m3hal_conformance.bench.work import Call
+from m3hal_conformance.oracle import emulated_traits
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.trial import Unsupported
 
@@ -26,10 +27,17 @@ BEYOND_CACHE = 3 * 10**8
 
 
 class Bench:
-    """A device, a backend and a peer. small: sizes that a CPU can do."""
+    """A device, a backend and a peer. small: sizes that a CPU can do. require: traits, of every plan."""
 
-    def __init__(self, device: str, backend: str, peer: Peer | None = None, small: bool = False) -> None:
-        self.runner = Runner(backend, device)
+    def __init__(
+        self,
+        device: str,
+        backend: str,
+        peer: Peer | None = None,
+        small: bool = False,
+        require: tuple[str, ...] = (),
+    ) -> None:
+        self.runner = Runner(backend, device, require=require)
         self.device = self.runner.torch_device
         self.peer, self.small = peer, small
         self._caches: dict[Any, PagedCache] = {}
@@ -119,7 +127,8 @@ class Bench:
     def bound(self, operator: str, site: Site, layout: str = "hnd", require: tuple[str, ...] = ()) -> Bound:
         """What the plan binds, also of files that a manifest does not list yet: a tree at work may be timed."""
         if require not in self._runners:
-            self._runners[require] = Runner(self.runner.backend, self.runner.device, require=require)
+            everything = (*self.runner.require, *require)
+            self._runners[require] = Runner(self.runner.backend, self.runner.device, require=everything)
         made = self._runners[require].plan(operator, site, layout)
         choice = made.choice(operator, site.kind)
         if not choice.is_served:
@@ -130,8 +139,9 @@ class Bench:
     def exact(self, operator: str, site: Site, *inputs: Any, require: tuple[str, ...] = ()) -> Any:
         """The definition's outputs, with the traits that a plan was asked for; in fp64 where its first input is."""
         definition = ops.load(operator)
-        traits = {"traits": dict(pair.split("=") for pair in require)} if require else {}
-        return definition.reference(*inputs, **definition.static_values(site), **traits)
+        pairs = (text.partition("=") for text in (*self.runner.require, *require))
+        traits = emulated_traits(definition, {name: value for name, _, value in pairs})
+        return definition.reference(*inputs, **definition.static_values(site), **({"traits": traits} if traits else {}))
 
     def cache(self, format: str, pages: int, heads: int, has_values: bool) -> PagedCache:
         """Random contents, kept until another kind is asked for; global scales of 1 where the format has them."""

@@ -25,7 +25,7 @@ from m3hal_conformance.bench.rows import operators, rows
 from m3hal_conformance.bench.table import Measured
 from m3hal_conformance.bench.work import Row, Work, Wrong
 from m3hal_conformance.claim import environment
-from m3hal_conformance.command import check_writable, device_of, named_device, write
+from m3hal_conformance.command import check_writable, device_of, named_device, required, write
 from m3hal_conformance.trial import Unsupported
 
 #: kinds of devices whose time can be taken
@@ -34,7 +34,7 @@ _CLOCKS = ("cpu", "cuda", "hip")
 
 def bench(options: argparse.Namespace) -> int:
     """Measures the rows and writes what was asked for. 0: all right, 1: an output was wrong or a call failed."""
-    chosen = _chosen(options.op)
+    chosen, require = _chosen(options.op), required(options)
     check_writable(options, "out", "png")
     if options.read:
         return _read(options)
@@ -49,10 +49,12 @@ def bench(options: argparse.Namespace) -> int:
     if backend == "vllm":
         raise ConfigurationError("backend 'vllm' dispatches nothing to measure; name another, beside --peer vllm.")
     peer, absent = vllm_peer.find(options.peer) if options.peer else (None, "")
-    made = Bench(device, backend, peer, small)
+    made = Bench(device, backend, peer, small, require)
     ceilings = {} if options.check_only else clock.ceilings(made.device)
     runs = 0 if options.check_only else options.runs
     machine: dict[str, Any] = {"device": device, "backend": made.runner.backend, **environment(device)}
+    if require:
+        machine["require"] = list(require)
     if absent:
         machine["peer_absent"] = absent
     command = shlex.join(["m3hal", *sys.argv[1:]]) if options.is_command_line else "m3hal bench"
@@ -211,6 +213,8 @@ def _told(
     if options.png:
         _draw(found, options.png, f"{bench.runner.device}, {bench.runner.backend}")
     if all(row.status == "unsupported" for row in found):
+        if options.json:  # one object: each row has its reason
+            return 3
         raise UnsupportedError(
             f"{bench.runner.backend} serves none of these rows on {bench.runner.device}: {found[0].reason}."
         )
