@@ -105,8 +105,10 @@ def named_device(device: str | None) -> str:
         return detect()[0].device
     kind = devices.kind(devices.check(device))
     if kind not in devices.KINDS:
+        meant = devices.meant(device)
+        hint = f" Did you mean {meant!r}?" if meant else ""
         raise ConfigurationError(
-            f"{device!r} is no device that torch tensors can be put on here; `m3hal devices` lists them."
+            f"{device!r} is no device that torch tensors can be put on here; `m3hal devices` lists them.{hint}"
         )
     return device
 

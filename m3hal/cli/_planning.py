@@ -75,7 +75,9 @@ def _known(device: str, policy: Policy) -> str:
     if devices.matches(kind, others):
         return device
     known = ", ".join(["cpu", "cuda:sm_XX", "hip:gfxXXX", "hpu:gaudi2", *(f"{other}:*" for other in others)])
-    raise ConfigurationError(f"{device!r} is of no kind that m3hal or an installed backend knows: {known}.")
+    meant = devices.meant(device)
+    hint = f" Did you mean {meant!r}?" if meant else ""
+    raise ConfigurationError(f"{device!r} is of no kind that m3hal or an installed backend knows: {known}.{hint}")
 
 
 def _dtype(arguments: argparse.Namespace) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import os
 import platform
@@ -18,7 +19,15 @@ from m3hal.dispatch.errors import ConfigurationError
 
 #: Kinds that :func:`detect` knows how to look for. Others are legal; their backend's probe decides.
 KINDS = ("cpu", "cuda", "hip", "hpu")
-_EXAMPLES = {"cuda": "cuda:sm_90", "hip": "hip:gfx950", "hpu": "hpu:gaudi2"}
+#: what architectures of those with several are called, with an example
+ARCHITECTURES = {
+    "cuda": (re.compile(r"sm_\d{2,3}"), "cuda:sm_90"),
+    "hip": (re.compile(r"gfx[0-9a-f]{3,4}"), "hip:gfx950"),
+    "hpu": (re.compile(r"gaudi\d?"), "hpu:gaudi2"),
+}
+EXAMPLES = ("cpu", *(example for _, example in ARCHITECTURES.values()))
+#: how alike a slip is at least: npu and xpu are others' kinds, no slips of hpu
+_ALIKE = 0.75
 _NAME = re.compile(r"[a-z][a-z0-9_]*(:[A-Za-z0-9_.-]+)?")
 
 
@@ -39,12 +48,33 @@ def check(device: str) -> str:
     """The device's name, if it is one: ``kind`` or ``kind:architecture``. Raises ConfigurationError with an example."""
     if not _NAME.fullmatch(device):
         raise ConfigurationError(f"{device!r} is not a device; write kind:architecture, e.g. 'cuda:sm_90', or 'cpu'.")
-    if ":" not in device and device in _EXAMPLES:
+    kind, colon, architecture = device.partition(":")
+    if not colon and kind in ARCHITECTURES:
         raise ConfigurationError(
-            f"device {device!r} needs its architecture, e.g. {_EXAMPLES[device]!r}; "
+            f"device {device!r} needs its architecture, e.g. {ARCHITECTURES[kind][1]!r}; "
             "`m3hal devices` lists this machine's."
         )
+    if colon and (kind == "cpu" or (kind in ARCHITECTURES and not ARCHITECTURES[kind][0].fullmatch(architecture))):
+        raise ConfigurationError(f"{device!r} is no device. Did you mean {meant(device)!r}?")
     return device
+
+
+def meant(name: str) -> str | None:
+    """The device that is likely meant by what is none: ``cuda:sm_90`` by ``cuda:sm90``, or by ``gpu:sm_90``."""
+    kind, colon, architecture = name.lower().partition(":")
+    if kind not in KINDS:
+        formed = [known for known, (form, _) in ARCHITECTURES.items() if form.fullmatch(architecture)]
+        near = formed or difflib.get_close_matches(kind, KINDS, n=1, cutoff=_ALIKE)
+        if not near:
+            whole = [] if colon else difflib.get_close_matches(kind, EXAMPLES, n=1, cutoff=_ALIKE)
+            return next(iter(whole), None)
+        kind = near[0]
+    if kind not in ARCHITECTURES:
+        return kind
+    form, example = ARCHITECTURES[kind]
+    number = re.search(r"\d[\da-f]*", architecture.replace(".", ""))
+    spelt = example.partition(":")[2].rstrip("0123456789") + (number[0] if number else "")
+    return f"{kind}:{spelt}" if number and form.fullmatch(spelt) else example
 
 
 def kind(device: str) -> str:

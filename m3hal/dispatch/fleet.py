@@ -21,16 +21,10 @@ from typing import Any
 
 from m3hal.dispatch import carriers, devices
 from m3hal.dispatch.carriers import Carrier, Origin
-from m3hal.dispatch.errors import ConfigurationError, did_you_mean, nearest
+from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 
 KEY = "devices"
 _WILD = re.compile(r"[*?\[]")
-#: what architectures of the kinds that m3hal looks for are called, with an example
-_ARCHITECTURES = {
-    "cuda": (re.compile(r"sm_\d+[a-z]?"), "cuda:sm_90"),
-    "hip": (re.compile(r"gfx[0-9a-f]+"), "hip:gfx950"),
-    "hpu": (re.compile(r"gaudi\d?"), "hpu:gaudi2"),
-}
 
 
 def has_tables(sources: Sequence[Carrier]) -> bool:
@@ -90,20 +84,14 @@ def _check_pattern(pattern: str, carrier: str) -> None:
     kind, colon, architecture = pattern.partition(":")
     if _WILD.search(kind) or pattern == "cpu":
         return
-    meant = None
-    if kind in _ARCHITECTURES:
-        form, example = _ARCHITECTURES[kind]
+    if kind in devices.ARCHITECTURES:
+        form, example = devices.ARCHITECTURES[kind]
         if form.fullmatch(architecture) or _may_match(architecture, example.partition(":")[2]):
             return
-        meant = example
-    else:
-        form_of = (k for k, (form, _) in _ARCHITECTURES.items() if form.fullmatch(architecture))
-        likely = next(form_of, None) or nearest(kind, devices.KINDS)
-        if likely is None and colon and architecture:
-            return
-        meant = f"{likely}:{architecture}" if likely in _ARCHITECTURES and architecture else likely
-    known = ["cpu", *(example for _, example in _ARCHITECTURES.values())]
-    hint = f" Did you mean {meant!r}?" if meant else did_you_mean(pattern, known)
+    meant = devices.meant(pattern)
+    if meant is None and colon and architecture:
+        return
+    hint = f" Did you mean {meant!r}?" if meant else did_you_mean(pattern, devices.EXAMPLES)
     raise ConfigurationError(f"{pattern!r} in {KEY!r} from {carrier} is no device.{hint}")
 
 

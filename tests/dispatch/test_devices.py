@@ -85,6 +85,34 @@ def test_what_is_no_device_is_refused_with_an_example(name: str, remedy: str) ->
         devices.check(name)
 
 
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("cuda:sm90", "cuda:sm_90"),
+        ("cuda:sm_90a", "cuda:sm_90"),
+        ("cuda:100", "cuda:sm_100"),
+        ("cuda:9.0", "cuda:sm_90"),
+        ("cuda:hopper", "cuda:sm_90"),
+        ("hip:gfx_942", "hip:gfx942"),
+        ("hip:950", "hip:gfx950"),
+        ("hpu:gaudi-3", "hpu:gaudi3"),
+        ("cpu:0", "cpu"),
+    ],
+)
+def test_an_architecture_by_another_name_is_refused_with_the_one_meant(slip: str, meant: str) -> None:
+    """No backend would be for it, and the plan would say that of a device which has one."""
+    with pytest.raises(ConfigurationError, match=f"'{slip}' is no device. Did you mean '{meant}'?"):
+        devices.check(slip)
+    assert devices.check(meant) == meant
+
+
+@pytest.mark.parametrize("name", ["xpu:bmg", "npu:ascend910", "acme:x1"])
+def test_other_kinds_name_their_architectures_themselves(name: str) -> None:
+    """Kinds that m3hal can't look for are no slips of those that it can."""
+    assert devices.check(name) == name
+    assert devices.meant(name) is None
+
+
 def test_patterns() -> None:
     """Manifests name devices by shell patterns."""
     assert devices.matches("hip:gfx950", ("hip:gfx95*",))

@@ -114,7 +114,9 @@ def test_slips_are_refused_on_every_machine(tables: Any, message: str) -> None:
         Policy.resolve({"devices": tables}, environ={})
 
 
-@pytest.mark.parametrize("pattern", ["cuda:*", "cuda:sm_1*", "cuda:sm_?0", "cuda:s*", "hpu:gaudi[23]", "*", "*:sm_90"])
+@pytest.mark.parametrize(
+    "pattern", ["cuda:*", "cuda:sm_1*", "cuda:sm_?0", "cuda:s*", "hpu:gaudi[23]", "*", "*:sm_90", "xpu:*"]
+)
 def test_patterns_that_a_device_may_match(pattern: str) -> None:
     """Wildcards anywhere in an architecture whose beginning is right."""
     Policy.resolve({"devices": {pattern: {}}}, environ={})
