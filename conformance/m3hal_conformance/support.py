@@ -20,6 +20,8 @@ from m3hal_conformance.suite import all_cases
 
 #: A claim as its file holds it.
 Claim = Mapping[str, Any]
+#: of one claim and operator: KV format -> state and passed cases
+_States = dict[str, tuple[str, int]]
 
 #: state of a cell -> what it means, the one that is told first where claims differ
 STATES = {
@@ -38,7 +40,10 @@ _EXECUTORS = {"double": "contract", "in-process": "run"}
 
 @dataclass(frozen=True)
 class Cell:
-    """One backend's operator on one device with one KV format. passed: cases, of whichever claim tells the state."""
+    """One backend's operator on one device with one KV format. passed: cases, of whichever claim tells the state.
+
+    require: of a variant, the traits by which it was asked; a backend's ordinary choice is asked for none.
+    """
 
     backend: str
     device: str
@@ -46,6 +51,7 @@ class Cell:
     format: str
     state: str
     passed: int = 0
+    require: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,14 +109,26 @@ def _cells(found: Found, device: str, claims: Sequence[Claim]) -> Iterator[Cell]
         mine = {c.impl_id: c.impl for c in good if c.operator == operator}
         here = {identity: impl for identity, impl in mine.items() if _is_for(impl, device)}
         elsewhere = set(mine) - set(here)
-        states = [_states(claim, operator, here, elsewhere) for claim in claims if _counts(claim, device)]
-        for format in FORMATS:
-            told = [state[format] for state in states if format in state]
-            if told:
-                state, passed = min(told, key=lambda pair: list(STATES).index(pair[0]))
-                yield Cell(found.name, device, operator, format, state, passed)
-            elif any(_may_store(operator, impl, format) for impl in here.values()):
-                yield Cell(found.name, device, operator, format, "declared")
+        states: dict[tuple[str, ...], list[_States]] = {(): []}
+        for claim in claims:
+            if _counts(claim, device):
+                asked = states.setdefault(_required(claim, operator), [])
+                asked.append(_states(claim, operator, here, elsewhere))
+        for require, several in sorted(states.items()):
+            for format in FORMATS:
+                told = [state[format] for state in several if format in state]
+                if told:
+                    state, passed = min(told, key=lambda pair: list(STATES).index(pair[0]))
+                    yield Cell(found.name, device, operator, format, state, passed, require)
+                elif not require and any(_may_store(operator, impl, format) for impl in here.values()):
+                    yield Cell(found.name, device, operator, format, "declared")
+
+
+def _required(claim: Claim, operator: str) -> tuple[str, ...]:
+    """The traits by which a claim asked a variant of an operator; those that the operator does not have ask nothing."""
+    known = {trait.name for trait in ops.load(operator).traits}
+    found = {text.removesuffix("=yes") for text in claim.get("require", ())}
+    return tuple(sorted(text for text in found if text.partition("=")[0] in known))
 
 
 def _is_for(impl: Impl, device: str) -> bool:
@@ -122,7 +140,7 @@ def _counts(claim: Claim, device: str) -> bool:
     return claim["executor"] == "double" or (claim["executor"] in _EXECUTORS and claim["device"] == device)
 
 
-def _states(claim: Claim, operator: str, here: Mapping[str, Impl], elsewhere: Set[str]) -> dict[str, tuple[str, int]]:
+def _states(claim: Claim, operator: str, here: Mapping[str, Impl], elsewhere: Set[str]) -> _States:
     """KV format -> state and passed cases of an operator in one claim; formats of which nothing passed are left out.
 
     here, elsewhere: the installed implementations for the device, and for others of the backend's.
@@ -130,7 +148,7 @@ def _states(claim: Claim, operator: str, here: Mapping[str, Impl], elsewhere: Se
     known = _cases_of(operator)
     rows = [row for row in claim["results"] if row["case"].partition("/")[0] == operator]
     whole = operator in claim["suite"].get("whole_operators", ()) and {row["case"] for row in rows} == set(known)
-    found: dict[str, tuple[str, int]] = {}
+    found: _States = {}
     for format in FORMATS:
         asked = [row for row in rows if row["case"] in known and format_of(known[row["case"]]) == format]
         mine = [row for row in asked if row["impl_id"] and row["impl_id"] not in elsewhere]
@@ -154,15 +172,16 @@ def _is_current(claim: Claim, row: Mapping[str, Any], here: Mapping[str, Impl]) 
     described = claim["implementations"].get(operator, {}).get(row["impl_id"], {})
     if "composition" not in described.get("path", "") or described.get("case") not in _cases_of(operator):
         return False
-    return bool(row["impl_id"] == _composed(claim["backend"], claim["device"], described["case"]))
+    require = tuple(claim.get("require", ()))
+    return bool(row["impl_id"] == _composed(claim["backend"], claim["device"], described["case"], require))
 
 
 @cache
-def _composed(backend: str, device: str, name: str) -> str:
+def _composed(backend: str, device: str, name: str, require: tuple[str, ...]) -> str:
     """The impl_id of what would run a case here; "" where nothing would."""
     case = _cases_of(name.partition("/")[0])[name]
     try:
-        made = Runner(backend, device).plan(case.operator, case.site, case.layout)
+        made = Runner(backend, device, require=require).plan(case.operator, case.site, case.layout)
         return made.impl_id(made.choice(case.operator, case.site.kind))
     except M3halError:
         return ""

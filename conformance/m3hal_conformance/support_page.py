@@ -32,8 +32,8 @@ def page(found: Support) -> str:
         "By vLLM, torch, Triton, device and KV format, as far as [claims](publishing-a-claim.md) prove it: those that "
         "the backends ship, and those in `docs/claims`. The same for what is installed: `m3hal claim matrix`.\n",
         f"| state | meaning |\n|---|---|\n{words}\n",
-        "A cell of the first table counts operators by state. A contract is no run: its torch is that of the CPU which "
-        "ran the double.\n",
+        "A cell of the first table counts operators by state; a variant, which is asked by requiring the traits in its "
+        "parentheses, counts apart. A contract is no run: its torch is that of the CPU which ran the double.\n",
         _markdown(*_summary(found)),
     ]
     if found.engines:
@@ -70,13 +70,24 @@ def _summary(found: Support) -> Table:
 
 
 def _counted(cells: Iterable[Cell]) -> str:
-    states = Counter(cell.state for cell in cells)
-    return ", ".join(f"{states[state]} {state}" for state in STATES if states[state])
+    states = Counter((bool(cell.require), cell.state) for cell in cells)
+    kinds = [(False, ""), (True, "variant ")]
+    return ", ".join(
+        f"{states[is_variant, state]} {word}{state}"
+        for is_variant, word in kinds
+        for state in STATES
+        if states[is_variant, state]
+    )
+
+
+def _named(cell: Cell) -> str:
+    """The operator, and of a variant the traits by which it is asked."""
+    return f"{cell.operator} ({', '.join(cell.require)})" if cell.require else cell.operator
 
 
 def _operators(cells: Sequence[Cell]) -> Table:
-    states = {(cell.operator, cell.format): cell.state for cell in cells}
-    names = dict.fromkeys(cell.operator for cell in cells)
+    states = {(_named(cell), cell.format): cell.state for cell in cells}
+    names = dict.fromkeys(map(_named, cells))
     used = [format for format in FORMATS if any(cell.format == format for cell in cells)]
     return ("operator", *used), [[name, *(states.get((name, format), "") for format in used)] for name in names]
 

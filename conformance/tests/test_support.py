@@ -87,6 +87,37 @@ def test_failures_are_told_first(reference: Found, claim: dict[str, Any]) -> Non
     assert states(reference, claim, _with(claim, {"status": "fail"}, every=False)) == {"acme:x1": "fails"}
 
 
+def test_a_variant_is_told_by_what_was_required(claim: dict[str, Any]) -> None:
+    """It is no row of the ordinary choice: neither may its failure or its run be read as that of what serves."""
+    (triton,) = (found for found in discover() if found.name == "triton")
+    good, _ = candidates(triton, {"linear": ops.load("linear")}, {})
+    ids = {candidate.impl.traits.get("batch_invariant", "no"): candidate.impl_id for candidate in reversed(good)
+           if not candidate.impl.devices or "cuda:sm_90" in candidate.impl.devices}  # fmt: skip
+    cases = select(operators=["linear"])
+
+    def made(require: list[str], identity: str, status: str) -> dict[str, Any]:
+        rows = [{"case": case.id, "status": status, "impl_id": identity} for case in cases]
+        whole = {"suite": {"whole_operators": ["linear"]}, "backend": "triton", "device": "cuda:sm_90"}
+        return {**claim, **whole, "require": require, "results": rows}
+
+    def told(cells: Any) -> dict[tuple[str, ...], str]:
+        return {cell.require: cell.state for cell in cells if (cell.device, cell.operator) == ("cuda:sm_90", "linear")}
+
+    ordinary, variant = made([], ids["no"], "pass"), made(["batch_invariant"], ids["yes"], "fail")
+    found = support([triton], [ordinary, variant])
+    assert told(found.cells) == {(): "run", ("batch_invariant",): "fails"}
+    assert "1 run, " in terminal(found)
+    assert "1 variant fails" in terminal(found)
+    assert "| linear (batch_invariant) | fails |" in page(found)
+    assert told(support([triton], [variant]).cells) == {(): "declared", ("batch_invariant",): "fails"}
+
+
+def test_a_trait_that_an_operator_does_not_have_makes_no_variant(reference: Found, claim: dict[str, Any]) -> None:
+    """Nothing was asked of it by requiring one: what ran is the ordinary choice."""
+    cells = support([reference], [{**claim, "require": ["batch_invariant"]}]).cells
+    assert [cell.require for cell in cells if cell.operator == OPERATOR] == [()]
+
+
 def test_composed_operators_are_told_by_their_plan(reference: Found) -> None:
     """A composition has no files of its own: it is current as long as its plan gives the same identity."""
     from m3hal_conformance.runner import Runner
@@ -124,7 +155,7 @@ def test_the_command(claim: dict[str, Any], tmp_path: Path, capsys: pytest.Captu
     cells = json.loads(capsys.readouterr().out)["cells"]
     mine = [cell for cell in cells if cell["device"] == "acme:x1" and cell["operator"] == OPERATOR]
     assert mine == [{"backend": "reference", "device": "acme:x1", "operator": OPERATOR, "format": "any",
-                     "state": "run", "passed": len(rows)}]  # fmt: skip
+                     "state": "run", "passed": len(rows), "require": []}]  # fmt: skip
     assert main(["claim", "matrix"]) == 0
     assert "contract: contract-tested on a double of the vendor's library" in capsys.readouterr().out
     file.write_text("{}")
