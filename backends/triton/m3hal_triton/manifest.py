@@ -43,11 +43,15 @@ _EXPERTS = (
 )
 _GROUPED = (
     "_moe_align.py",
+    "_moe_batch.py",
     "_moe_by_warps.py",
+    "_moe_choice.py",
     "_moe_combine.py",
     "_moe_decode.py",
     "_moe_few.py",
     "_moe_gemm.py",
+    "_moe_launch.py",
+    "_moe_launch_few.py",
     "_moe_lora.py",
     "_moe_one.py",
     "_moe_ring.py",

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton.language as tl
 from attention_cases import DEVICE, poisoned, worst_row
+from m3hal_triton import _moe_batch
 from m3hal_triton import _moe_gemm as gemm
 from m3hal_triton import _moe_tuning as tuning
 from m3hal_triton import moe_experts as module
@@ -172,7 +173,7 @@ def test_split_sums(format):
     experts, given = _experts(format, hidden=1024, inner=512), _inputs(1, torch.bfloat16, 1024)
     tile = Tile(128, 128, programs=4)
     kernel = module._kernel(site, ((float("inf"), Tuning(16, tile, tile)),))
-    assert min(kernel.run._both_splits(4)) > 1
+    assert min(kernel.run.choice.splits(4)) > 1
     out = _run(kernel, *given, kernel.prepare_weights(experts))
     assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
 
@@ -197,7 +198,7 @@ def test_few_tokens_of_one_expert(format, tokens, chosen):
     wide = poisoned(tokens, 2 * H, dtype=torch.bfloat16)
     scratch = torch.full((kernel.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
     strided = [torch.stack([t, t], -1).flatten(1)[:, ::2] for t in (weights, ids)]
-    assert kernel.run._is_few(tokens) == (tokens == 4)
+    assert kernel.run.choice.is_few(tokens) == (tokens == 4)
     packed = kernel.prepare_weights(experts)
     out = kernel.run(x, *strided, packed, out=wide[:, : 2 * H : 2], workspace=scratch)
     assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
@@ -238,7 +239,7 @@ def test_items_of_every_width(format, tuning, counts):
 def test_programs_of_w2_wait_for_their_item(tokens, monkeypatch):
     """Each program of w13 is counted for its item, once, and no program of w2 asks for more."""
     if DEVICE == "cpu":  # launches one after the other, so what is asked is what is there
-        monkeypatch.setattr(module, "programmatic", lambda device: True)
+        monkeypatch.setattr(_moe_batch, "programmatic", lambda device: True)
         monkeypatch.setattr(tl.extra.cuda, "gdc_wait", lambda: None)
         monkeypatch.setattr(tl.extra.cuda, "gdc_launch_dependents", lambda: None)
         asked = itertools.count()
@@ -248,9 +249,9 @@ def test_programs_of_w2_wait_for_their_item(tokens, monkeypatch):
     scratch = torch.full((kernel.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
     packed = kernel.prepare_weights(experts)
     out = kernel.run(x, weights, ids, packed, workspace=scratch)
-    memory = Memory(kernel.run.room(tokens), scratch)
+    memory = Memory(kernel.run.choice.room(tokens), scratch)
     found = memory.take("ready", torch.int32, -1)[: memory.take("numbers", torch.int32, -1)[-1]]
-    rows = kernel.run._tuning(4 * tokens).up.rows
+    rows = kernel.run.choice.tuning(4 * tokens).up.rows
     assert found.tolist() == [-(-packed.w13.rows // rows)] * len(found)
     assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
 
@@ -280,7 +281,7 @@ def test_shared_expert_in_the_same_launches(format, tokens, joins):
     x, weights, ids = _inputs(tokens, torch.bfloat16, hidden)
     ids[tokens // 2] = -1
     kernel = moe_experts(site)
-    assert kernel.run.joins(tokens) == joins
+    assert kernel.run.choice.joins(tokens) == joins
     packed = kernel.prepare_weights(experts)
     out = _run(kernel, x, weights, ids, packed)
     assert worst_row(out, _exact(site, x, weights, ids, experts)) <= BOUND[torch.bfloat16]
@@ -445,7 +446,7 @@ def test_workspace_for_every_batch(format, shared):
     for experts, slots, most in ((1, 1, 97), (8, 2, 385), (8, 4, 193)):  # a tuning ends one token earlier
         sized = replace(site, num_local_experts=experts, top_k_experts=slots, max_tokens=most)
         kernel = moe_experts(sized)
-        rooms = (kernel.run.room(tokens, kernel.run.joins(tokens)).total for tokens in range(1, most + 1))
+        rooms = (kernel.run.choice.room(tokens, kernel.run.choice.joins(tokens)).total for tokens in range(1, most + 1))
         assert max(rooms) <= kernel.workspace_bytes
 
 

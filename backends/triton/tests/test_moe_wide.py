@@ -10,13 +10,13 @@ import pytest
 import torch
 from attention_cases import DEVICE, worst_row
 from m3hal_triton import _moe_wide as wide
-from m3hal_triton import moe_experts as module
+from m3hal_triton._launch import is_hopper
 from m3hal_triton._moe_weights import Matrix
 from m3hal_triton.moe_experts import fp8_activations, moe_experts
 from test_moe_experts import BOUND, _exact, _experts, _inputs, _run, _site
 
 ON_HOPPER = pytest.mark.skipif(
-    DEVICE == "cpu" or not module.is_hopper(torch.device(DEVICE)), reason="no Hopper GPU: Gluon is not interpreted"
+    DEVICE == "cpu" or not is_hopper(torch.device(DEVICE)), reason="no Hopper GPU: Gluon is not interpreted"
 )
 HIDDEN, INNER, EXPERTS = 256, 384, 6
 #: tokens of each expert: two items and each width at both of its ends; overfull ones, and one that nobody chose

@@ -7,10 +7,11 @@ import torch
 from attention_cases import DEVICE, poisoned, worst_row
 from m3hal_triton import _moe_wide_codes as wide
 from m3hal_triton import moe_experts as module
+from m3hal_triton._launch import is_hopper
 from test_moe_experts import BOUND, _exact, _experts, _inputs, _site
 
 HOPPER = pytest.mark.skipif(
-    not module.is_hopper(torch.device(DEVICE)), reason="kernels in Gluon, which nothing interprets, for Hopper"
+    not is_hopper(torch.device(DEVICE)), reason="kernels in Gluon, which nothing interprets, for Hopper"
 )
 HIDDEN, INNER = 512, 256
 
