@@ -49,9 +49,9 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def warm(calls: Mapping[str, Sequence[Call]], device: torch.device) -> None:
-    """Compiles: two calls of each candidate, as a kernel may tune itself in the first."""
+    """Compiles, and brings every plan to where it is from a model's third layer on: what it launches is known then."""
     for functions in calls.values():
-        for function in functions[:2]:
+        for function in (*functions, *functions):
             function()
     if device.type == "cuda":
         torch.cuda.synchronize()
