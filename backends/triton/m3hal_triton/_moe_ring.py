@@ -21,11 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from m3hal_triton._hopper import all_warps, copy_bytes, next_slot, release
 from m3hal_triton._moe_decode import LIFT_E4M3
-
-# by the names of triton 3.9 and of 3.6
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-meet = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ROWS, HALF = gl.constexpr(128), gl.constexpr(64)
 #: columns of a step, and words of a row's codes there
@@ -98,13 +95,6 @@ def leave():
 
 
 @gluon.jit
-def _next(slot, phase, STAGES: gl.constexpr):
-    slot += 1
-    wraps = slot == STAGES
-    return gl.where(wraps, 0, slot), phase ^ wraps.to(gl.int32)
-
-
-@gluon.jit
 def rows_of(matrix, expert, tile, height, SIZE: gl.constexpr, part: gl.constexpr, MX: gl.constexpr):
     """What a group's rows of a tile need of a packed matrix: pointers to words and scales, and exponents."""
     codes, scales, base, _ = matrix
@@ -146,9 +136,9 @@ def _step(
         total, extra, before = warpgroup_mma_wait(2, deps=[total, extra, before])
     else:
         total, before = warpgroup_mma_wait(1, deps=[total, before])
-    meet()
-    mbarrier.arrive(free.index(gl.where(slot == 0, STAGES, slot) - 1), count=1, pred=is_later)
-    slot, phase = _next(slot, phase, STAGES)
+    all_warps()
+    release(free, slot, is_later, STAGES)
+    slot, phase = next_slot(slot, phase, STAGES)
     return total, extra, slot, phase
 
 
@@ -185,8 +175,8 @@ def ended(total, extra, ring, slot, BX: gl.constexpr, STAGES: gl.constexpr):
         total, extra = warpgroup_mma_wait(0, deps=[total, extra])
     else:
         total = warpgroup_mma_wait(0, deps=[total])
-    meet()
-    mbarrier.arrive(ring[3].index(gl.where(slot == 0, STAGES, slot) - 1), count=1)
+    all_warps()
+    release(ring[3], slot, True, STAGES)
     return total, extra
 
 
@@ -200,12 +190,12 @@ def fetch(
     mbarrier.wait(free.index(slot), phase ^ 1)
     column = step * DEPTH + gl.arange(0, DEPTH, gl.SliceLayout(0, TOKENS))
     token = gl.arange(0, BT, gl.SliceLayout(1, TOKENS))
-    _copy(buffers.index(slot), inputs + (offsets[:, None] + column[None, :]), mask=(token < count)[:, None])
+    copy_bytes(buffers.index(slot), inputs + (offsets[:, None] + column[None, :]), mask=(token < count)[:, None])
     if BX > 0:
         token = BT + gl.arange(0, BX, gl.SliceLayout(1, TOKENS))
-        _copy(others.index(slot), inputs + (extra[:, None] + column[None, :]), mask=(token < count)[:, None])
+        copy_bytes(others.index(slot), inputs + (extra[:, None] + column[None, :]), mask=(token < count)[:, None])
     async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
-    return _next(slot, phase, STAGES)
+    return next_slot(slot, phase, STAGES)

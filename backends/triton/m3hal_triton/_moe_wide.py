@@ -17,20 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from m3hal_triton._hopper import copy_bytes, copy_tile, next_slot, release
 from m3hal_triton._launch import multiprocessors
 from m3hal_triton._moe_weights import Matrix
 from m3hal_triton._moe_wide_ends import ROWS, finish, scales, sums_of
 
-# by the names of triton 3.9 and of 3.6
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _memory = gl.shared_memory_descriptor
+# by the names of triton 3.9 and of 3.6
 _taken_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 #: tokens of a tile, of the narrow product beside it, and of what is copied together
@@ -46,19 +44,6 @@ def _item(items, index, tiles):
     """Tile, and its item's expert, first position and tokens."""
     record = items + index // tiles * 4
     return index % tiles, gl.load(record), gl.load(record + 1), gl.load(record + 2)
-
-
-@gluon.jit
-def _next(stage, phase):
-    stage += 1
-    wraps = stage == STAGES
-    return gl.where(wraps, 0, stage), phase ^ wraps.to(gl.int32)
-
-
-@gluon.jit
-def _release(empty, stage, there):
-    """Says that the stage before is read."""
-    mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=there)
 
 
 @gluon.jit
@@ -93,18 +78,18 @@ def _fetch(ring, matrix, inputs, stride, order, items, total, tiles, size, SLOTS
             came, into, at = full.index(stage), tokens.index(stage), inputs + k
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(came, ROWS * LINE)
-            _copy_tile(matrix, [row, k], came, weights.index(stage))
-            _copy(into.slice(0, PIECE), at + (row0 + column), mask=there0)
+            copy_tile(matrix, [row, k], came, weights.index(stage))
+            copy_bytes(into.slice(0, PIECE), at + (row0 + column), mask=there0)
             if count > PIECE:
-                _copy(into.slice(PIECE, PIECE), at + (row1 + column), mask=there1)
+                copy_bytes(into.slice(PIECE, PIECE), at + (row1 + column), mask=there1)
             if count > 2 * PIECE:
-                _copy(into.slice(2 * PIECE, PIECE), at + (row2 + column), mask=there2)
+                copy_bytes(into.slice(2 * PIECE, PIECE), at + (row2 + column), mask=there2)
             if count > 3 * PIECE:
-                _copy(into.slice(3 * PIECE, PIECE), at + (row3 + column), mask=there3)
+                copy_bytes(into.slice(3 * PIECE, PIECE), at + (row3 + column), mask=there3)
             if count > TOKENS:
-                _copy(others.index(stage), at + (row4 + column), mask=there4)
+                copy_bytes(others.index(stage), at + (row4 + column), mask=there4)
             async_copy.mbarrier_arrive(came, increment_count=False)
-            stage, phase = _next(stage, phase)
+            stage, phase = next_slot(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -113,7 +98,7 @@ def _bring(came, rows, k, row, into, there):
     N: gl.constexpr = into.shape[0]
     if there:
         mbarrier.expect(came, N * LINE)
-        _copy_tile(rows, [row, k], came, into)
+        copy_tile(rows, [row, k], came, into)
     else:
         mbarrier.arrive(came)
 
@@ -134,12 +119,12 @@ def _fetch_in_order(ring, matrix, rows, rest, items, total, tiles, size):
             came, first = full.index(stage), stage * (TOKENS // PIECE)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(came, (ROWS + PIECE) * LINE)
-            _copy_tile(matrix, [row, k], came, weights.index(stage))
-            _copy_tile(rows, [start, k], came, pieces.index(first))
+            copy_tile(matrix, [row, k], came, weights.index(stage))
+            copy_tile(rows, [start, k], came, pieces.index(first))
             for piece in gl.static_range(1, TOKENS // PIECE):
                 _bring(came, rows, k, start + piece * PIECE, pieces.index(first + piece), count > piece * PIECE)
             _bring(came, rest, k, start + TOKENS, others.index(stage), count > TOKENS)
-            stage, phase = _next(stage, phase)
+            stage, phase = next_slot(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -163,13 +148,13 @@ def _sums(ring, stage, phase, steps, SLOTS: gl.constexpr, W: gl.constexpr, X: gl
             sums, extra = warpgroup_mma_wait(2, deps=(sums, extra))
         else:
             sums = warpgroup_mma_wait(1, deps=(sums,))
-        _release(empty, stage, step > 0)
-        stage, phase = _next(stage, phase)
+        release(empty, stage, step > 0, STAGES)
+        stage, phase = next_slot(stage, phase, STAGES)
     if X > 0:
         sums, extra = warpgroup_mma_wait(0, deps=(sums, extra))
     else:
         sums = warpgroup_mma_wait(0, deps=(sums,))
-    _release(empty, stage, True)
+    release(empty, stage, True, STAGES)
     return sums, extra, stage, phase
 
 

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
+from m3hal_triton._hopper import all_warps
 from m3hal_triton._launch import multiprocessors
 from m3hal_triton._moe_ring import (
     DEPTH,
@@ -27,7 +28,6 @@ from m3hal_triton._moe_ring import (
     ended,
     fetch,
     leave,
-    meet,
     product,
     rows_of,
     sums_of,
@@ -245,7 +245,7 @@ def products(
         mbarrier.init(full.index(stage), count=128)  # by each thread that copies
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
-    meet()
+    all_warps()
     ring = (buffers, others, full, free)
     given = (x_factor, order, numbers)
     upper, lower = scales.index(0), scales.index(1)

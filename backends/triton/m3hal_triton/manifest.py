@@ -61,6 +61,7 @@ _GROUPED = (
     "_moe_wide_codes.py",
     "_moe_wide_ends.py",
     "_workspace.py",
+    "_hopper.py",
     "_decode.py",
     "_launch.py",
     "_encode.py",
