@@ -203,6 +203,20 @@ def test_picture(monkeypatch, tmp_path):
     assert "pip install 'm3hal-conformance[bench]'" in table.picture(shown, tmp_path / "b.png", "title")
 
 
+def test_picture_of_a_share_above_one(monkeypatch, tmp_path):
+    """The bar ends at 100 %, and what it would be stands beside it."""
+    library = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "matplotlib", library)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", library)
+    shown = [table.Measured("rms_norm", case, "measured", us={"m3hal": 2.0}, share=share) for case, share in
+             (("1", 0.5), ("8", 1.284))]  # fmt: skip
+    table.picture(shown, tmp_path / "a.png", "NVIDIA H200 (cuda:sm_90), triton")
+    axes = library.Figure.return_value.subplots.return_value
+    assert axes.barh.call_args.args == (["rms_norm  1", "rms_norm  8"], [0.5, 1])
+    assert [call.args[:2] for call in axes.annotate.call_args_list] == [("> 128%", (1, 1))]
+    assert axes.set.call_args.kwargs["title"] == "NVIDIA H200 (cuda:sm_90), triton"
+
+
 def test_command(tmp_path, capsys):
     """The table on a CPU, with bars, and the same in JSON."""
     out = tmp_path / "rows.json"

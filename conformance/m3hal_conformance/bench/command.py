@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ def bench(options: argparse.Namespace) -> int:
         measured.append(row)
         if options.out:  # after each row: an interrupted run keeps what it has
             write(options.out, table.to_json(measured, machine, ceilings, command))
-    return _told(options, measured, table.to_json(measured, machine, ceilings, command), made, ceilings, absent)
+    written = table.to_json(measured, machine, ceilings, command)
+    return _told(options, measured, written, machine, made, ceilings, absent)
 
 
 def _read(options: argparse.Namespace) -> int:
@@ -73,6 +74,7 @@ def _read(options: argparse.Namespace) -> int:
         kept = parsed(text)
         found = [Measured.read(row) for row in kept["rows"]]
         device, backend = kept["machine"]["device"], kept["machine"]["backend"]
+        title = _title(kept["machine"])
     except OSError as error:
         raise ConfigurationError(f"{options.read} can't be read: {error.strerror}.") from error
     except KeyError as error:
@@ -90,8 +92,14 @@ def _read(options: argparse.Namespace) -> int:
     made = f"microseconds on {device} by {backend}; {kept.get('command') or 'command unknown'}"
     print(text if options.json else f"{table.text(picked)}\n\n{made}")
     if options.png:
-        _draw(picked, options.png, f"{device}, {backend}")
+        _draw(picked, options.png, title)
     return 0
+
+
+def _title(machine: Mapping[str, Any]) -> str:
+    """Whose table it is: the device as its maker names it, where that is known."""
+    device, label = machine["device"], machine.get("device_label")
+    return f"{label} ({device}), {machine['backend']}" if label else f"{device}, {machine['backend']}"
 
 
 def _draw(found: Sequence[Measured], path: str, title: str) -> None:
@@ -199,6 +207,7 @@ def _told(
     options: argparse.Namespace,
     found: Sequence[Measured],
     written: str,
+    machine: dict[str, Any],
     bench: Bench,
     ceilings: dict[str, float],
     absent: str,
@@ -211,7 +220,7 @@ def _told(
         if absent:
             print(f"no peer: {absent}")
     if options.png:
-        _draw(found, options.png, f"{bench.runner.device}, {bench.runner.backend}")
+        _draw(found, options.png, _title(machine))
     if all(row.status == "unsupported" for row in found):
         if options.json:  # one object: each row has its reason
             return 3
