@@ -213,7 +213,7 @@ def test_picture_of_a_share_above_one(monkeypatch, tmp_path):
     table.picture(shown, tmp_path / "a.png", "NVIDIA H200 (cuda:sm_90), triton")
     axes = library.Figure.return_value.subplots.return_value
     assert axes.barh.call_args.args == (["rms_norm  1", "rms_norm  8"], [0.5, 1])
-    assert [call.args[:2] for call in axes.annotate.call_args_list] == [("> 128%", (1, 1))]
+    assert [call.args[:2] for call in axes.annotate.call_args_list] == [("128%", (1, 1))]
     assert axes.set.call_args.kwargs["title"] == "NVIDIA H200 (cuda:sm_90), triton"
 
 

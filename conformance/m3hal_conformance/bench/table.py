@@ -107,7 +107,7 @@ def picture(rows: Sequence[Measured], path: Path, title: str) -> str | None:
     axes.barh([name for name, _, _ in drawn], [min(share, 1) for _, _, share in drawn], color=colours)
     for place, (_, _, share) in enumerate(drawn):
         if share > 1:  # what lies in the cache is read faster than memory
-            axes.annotate(f"> {share:.0%}", (1, place), (2, 0), textcoords="offset points", fontsize=6, va="center")
+            axes.annotate(f"{share:.0%}", (1, place), (2, 0), textcoords="offset points", fontsize=6, va="center")
     axes.invert_yaxis()
     ticks = [tick / 5 for tick in range(6)]
     axes.set(xlim=(0, 1.06), xlabel="share of the floor", title=title)
