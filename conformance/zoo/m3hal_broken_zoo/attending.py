@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from m3hal import ops
 from m3hal.ops.kv_read import read_sequence
 from m3hal_broken_zoo._zoo import mutant
 from m3hal_broken_zoo.rows import dense
@@ -185,6 +187,24 @@ def sparse_attention_one_percent_scale(site, right):
 def sparse_attention_skips_one_key(site, right):
     """One key in the middle of a tile is skipped."""
     return sparse(Faults(seen=lambda s, i, k, p: visible(s, i, k, p) & ((k != 33) | (p <= 33))))(site, right)
+
+
+@mutant("sparse_attention", "blocks_cancel:oracle", formats=("bfloat16",))
+def sparse_attention_bf16_blocks(site, right):
+    """Where a request has more than eight tokens, results of blocks are rounded to bf16 before they are merged."""
+
+    def run(q, kv, ids, meta):
+        if meta.max_q <= 8:
+            return right(q, kv, ids, meta)
+        values = {**ops.load("sparse_attention").static_values(site), "return_lse": True}
+        part = partial(ops.load("sparse_attention").reference, q, kv, meta=meta, **values)
+        parts, sums = zip(*(part(block_ids=ids[..., slot, None]) for slot in range(ids.shape[-1])), strict=True)
+        lse = torch.stack(sums).logsumexp(0)
+        weights = [torch.exp(own - torch.where(lse.isinf(), 0.0, lse))[..., None] for own in sums]
+        out = sum(weight * rows.float() for weight, rows in zip(weights, parts, strict=True)).to(q.dtype)
+        return (out, lse) if site.return_lse else out
+
+    return run
 
 
 @mutant("sparse_attention", "large_logits:oracle")
