@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from m3hal import ops
+from m3hal._files import parsed
 from m3hal.dispatch.errors import ConfigurationError, M3halError
 from m3hal.dispatch.levels import digest
 from m3hal_conformance.case import Case, case_set_hash
@@ -40,10 +40,10 @@ class Finding:
 def read(path: str | Path) -> dict[str, Any]:
     """A claim from its file. Raises ConfigurationError with a sentence when it is none."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = parsed(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path} can't be read as a claim: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigurationError(f"{path} can't be read as a claim: {error}.") from error
     if not isinstance(found, dict) or "claim_version" not in found:
         raise ConfigurationError(f"{path} is no claim; `m3hal conform --json FILE` writes one.")
@@ -76,14 +76,24 @@ def _misshapen(claim: Mapping[str, Any]) -> Iterator[str]:
             yield f"its {name} is missing, or no {kind.__name__}"
     if not isinstance(claim["suite"].get("case_set"), str) or not isinstance(claim["suite"].get("whole"), bool):
         yield "its suite lacks case_set or whole"
+    named = {"require": claim, "published_shape": claim, "whole_operators": claim["suite"]}
+    for name, part in named.items():
+        if not isinstance(part.get(name, []), list) or not all(isinstance(text, str) for text in part.get(name, [])):
+            yield f"its {name} is no list of names"
+    if not all(isinstance(text, str) for text in claim["environment"].values()):
+        yield "its environment has a value that is no str"
     for number, row in enumerate(claim["results"]):
         if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in _ROW.items()):
             yield f"row {number} of its results lacks one of {', '.join(_ROW)}"
-        elif row["status"] not in STATUSES or not _is_ratio(row.get("ratio")):
+        elif row["status"] not in STATUSES or "ratio" not in row or not _is_ratio(row["ratio"]):
             yield f"row {number} of its results has status {row['status']!r} and ratio {row.get('ratio')!r}"
     for operator, found in claim["implementations"].items():
-        if not isinstance(found, dict) or not all(isinstance(d, dict) and "case" in d for d in found.values()):
+        if not isinstance(found, dict) or not all(map(_is_described, found.values())):
             yield f"its implementations of {operator} do not name their case"
+
+
+def _is_described(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("case"), str) and isinstance(value.get("path", ""), str)
 
 
 def _is_ratio(value: Any) -> bool:

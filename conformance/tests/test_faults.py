@@ -234,13 +234,20 @@ def test_a_kernel_that_ends_the_process_fails_the_run(package, leave, how):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "jobs"), [(signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 2)]
+    ("number", "code", "jobs"),
+    [(signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 2), (signal.SIGHUP, 129, 1)],
 )
-def test_stopping_the_command_stops_the_suite(number, code, jobs):
-    """No suite outlives its command, as one would that a CI job's time limit kills; no backend is blamed."""
-    command = [sys.executable, "-m", "m3hal", "conform", "--backend", "reference", "--device", "cpu", "--quick"]
-    command += ["--jobs", str(jobs)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+def test_stopping_the_command_stops_the_suite(number, code, jobs, tmp_path):
+    """No suite outlives its command, as one would that a CI job's time limit kills; no backend is blamed.
+
+    Nothing is written: an earlier claim stays, and no part of a new one lies beside it.
+    """
+    (tmp_path / "claim.json").write_text("an earlier one")
+    command = [sys.executable, "-m", "m3hal", "conform", "--backend", "reference", "--device", "cpu"]
+    command += ["--op", "rms_norm", "--op", "linear"]
+    command += ["--jobs", str(jobs), "--json", str(tmp_path / "claim.json"), "--html", str(tmp_path / "page.html")]
+    where = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=where) as running:
         assert "failed" in running.stderr.readline()  # a tenth of the cases: the suite is running
         if number == signal.SIGINT:
             os.killpg(running.pid, number)  # as a terminal does
@@ -249,6 +256,8 @@ def test_stopping_the_command_stops_the_suite(number, code, jobs):
         told = running.stderr.read()  # ends when the child, too, has closed it
         assert running.wait(30) == code
     assert "A backend may have ended it" not in told
+    assert (tmp_path / "claim.json").read_text() == "an earlier one"
+    assert [path.name for path in tmp_path.iterdir() if "m3hal" in path.name or "page" in path.name] == []
 
 
 def test_a_sentence_at_the_end_is_no_fault_of_a_backend(package, tmp_path, monkeypatch):

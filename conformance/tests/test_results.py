@@ -187,9 +187,36 @@ def test_torn_claim_is_refused(claim, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda c: c.update(require=3), "its require is no list of names"),
+        (lambda c: c.update(require=[["batch_invariant"]]), "its require is no list of names"),
+        (lambda c: c.update(published_shape="linear"), "its published_shape is no list of names"),
+        (lambda c: c["suite"].update(whole_operators=None), "its whole_operators is no list of names"),
+        (lambda c: c["environment"].update(driver=5), "its environment has a value that is no str"),
+        (lambda c: c["results"][0].pop("ratio"), "has status 'pass' and ratio None"),
+        (lambda c: c["results"][0].update(ratio=float("nan")), "and ratio nan"),
+        (lambda c: next(iter(c["implementations"]["rms_norm"].values())).update(case=[]), "do not name their case"),
+        (lambda c: next(iter(c["implementations"]["rms_norm"].values())).update(path=7), "do not name their case"),
+    ],
+)
+def test_a_claim_of_odd_parts_is_refused(claim, tmp_path, capsys, damage, sentence):
+    """A digest that fits makes no claim of it; every action refuses it in one sentence."""
+    made = json.loads(json.dumps(claim[0]))
+    damage(made)
+    path = tmp_path / "claim.json"
+    path.write_text(json.dumps({**made, "digest": digest(made)}))
+    for action in ("verify", "matrix"):
+        assert main(["claim", action, str(path)]) == 2
+        assert sentence in capsys.readouterr().err
+    assert main(["claim", "compare", str(path), str(path)]) == 2
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("", "can't be read as a claim"),
+        ('{"claim_version": 1, "claim_version": 1}', "it says 'claim_version' twice"),
         ("[]", "is no claim"),
         ('{"name": "npm"}', "is no claim"),
         ('{"claim_version": 7}', "this suite reads 1"),

@@ -17,24 +17,31 @@ from pathlib import Path
 #: names the file in which the child notes what it is at, and at last its exit code
 DIARY = "_M3HAL_CONFORM_DIARY"
 _END = "end "
+#: what ends a command from outside: a time limit, a terminal that is closed
+_STOPS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def supervised(argv: Sequence[str]) -> int:
-    """``m3hal ARGV`` in a child with this process' streams. Its exit code; 1 when it ended without noting one."""
+    """``m3hal ARGV`` in a child with this process' streams, which does not outlive it.
+
+    Returns its exit code; 1 when it ended without noting one.
+    """
     handle, name = tempfile.mkstemp(prefix="m3hal-conform-")
     os.close(handle)
     diary = Path(name)
     child = subprocess.Popen([sys.executable, "-m", "m3hal", *argv], env={**os.environ, DIARY: name})
-    before = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())  # no suite outlives its command
+    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+    before = {number: signal.signal(number, lambda number, frame: child.send_signal(number)) for number in heard}
     try:
         status = _wait(child)
         last = diary.read_text(errors="replace").splitlines()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         diary.unlink(missing_ok=True)
     if last and last[-1].startswith(_END):
         return int(last[-1].removeprefix(_END))
-    if status in (-signal.SIGINT, -signal.SIGTERM):
+    if status in (-signal.SIGINT, *(-number for number in _STOPS)):
         return 128 - status  # stopped from outside, as a shell tells it
     if status != 0 and not last:
         return status  # it ended before the suite began, and said why
