@@ -117,7 +117,7 @@ def scales_ahead(FORMAT, BK):
 
 @triton.jit
 def _along(k, strides, UNIT: tl.constexpr, BK: tl.constexpr):
-    """Where columns from k on start in a row, in units of UNIT columns. strides: of :func:`_moe_gemm.rows_of`."""
+    """Where columns from k on start in a row, in units of UNIT columns. strides: of :func:`_moe_product.rows_of`."""
     at = k // UNIT
     if len(strides) > 2:
         tl.static_assert(BK <= DEPTH)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from m3hal_triton._moe_align import convert, expert_of
-from m3hal_triton._moe_gemm import activated, product, rows_of, span
+from m3hal_triton._moe_gemm import activated
+from m3hal_triton._moe_product import product, rows_of, span
 
 #: pairs at most
 PAIRS = 16

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from m3hal_triton._encode import _scaled as divided
 from m3hal_triton._encode import e4m3_number, mxfp4, nvfp4
-from m3hal_triton._moe_gemm import activated, finish_down, item_of, rows_of, tokens_of
+from m3hal_triton._moe_gemm import activated, finish_down
+from m3hal_triton._moe_product import item_of, rows_of, tokens_of
 from m3hal_triton.quantize import mxfp8
 
 _ARRAYS = ["items", "total", "order"]

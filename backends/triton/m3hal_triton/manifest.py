@@ -54,6 +54,7 @@ _GROUPED = (
     "_moe_launch_few.py",
     "_moe_lora.py",
     "_moe_one.py",
+    "_moe_product.py",
     "_moe_ring.py",
     "_moe_tuning.py",
     "_moe_weights.py",
