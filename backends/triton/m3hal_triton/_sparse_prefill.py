@@ -2,9 +2,12 @@
 
 Each selection (token, kv head, slot) is an entry. Entries are sorted by the block they name (a counting sort: count,
 offsets, scatter), a program takes one block and up to CHUNK of its entries, gathers their queries into matrix tiles,
-and writes each entry's partial result; a last kernel merges the k partial results of a token. So a block is read once
-for many queries. Every partial result depends on its own query and block only, and the merge runs in the order of the
-ids: a row's bits do not depend on the rest of the batch, nor on the order in which the sort's atomics arrive.
+and writes each entry's partial sums; a last kernel merges the k sums of a token. So a block is read once for many
+queries. All partial sums depend on their own query and block only, and the merge runs in the order of the ids: a row's
+bits do not depend on the rest of the batch, nor on the order in which the sort's atomics arrive.
+
+Partial sums are in fp16, each row over a power of two of its own. In bf16, with three bits less, a row is wrong by more
+than its own rounding where the results of its blocks cancel.
 
 Tokens come in pieces, so that the partial results fit into the workspace; the sort serves all pieces at once. Entries
 of units that :mod:`_sparse_union` has served are left out of it.
@@ -22,7 +25,7 @@ from m3hal_triton._softmax import LN_2, accumulate
 _NUMBERS = ["tokens", "requests", "slots", "piece", "max_items", "first_token", "id_token", "id_head", "id_slot"]
 _NUMBERS += ["table_row", "table_slot", "lse_token", "lse_head", "minimum"]
 _ARRAYS = ["block_ids", "request_of", "position_of", "first_block", "seq_lens", "block_table", "counts", "starts"]
-_ARRAYS += ["items", "totals", "ranks", "order", "work", "partial_lse", "lse", "sizes", "walking"]
+_ARRAYS += ["items", "totals", "ranks", "order", "work", "sums", "lse", "sizes", "walking"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
@@ -196,9 +199,10 @@ def attend_block(
     totals,
     block_table,
     partial,
-    partial_lse,
+    sums,
     scale,  # includes log2(e)
     first_token,
+    tokens,  # of the piece
     q_strides,
     table_row,
     table_slot,
@@ -216,10 +220,11 @@ def attend_block(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One work item: the partial result of each entry, divided by its own sum, and its log2 sum of exponentials.
+    """One work item: for each entry the sum over the block's keys of exponentials, and of exponentials times values.
 
-    A program keeps the whole block when KEYS is BLOCK; otherwise it walks the block once for each tile of queries.
-    Partial results lie [token, kv head, slot, query head of the group]: an entry's are neighbours.
+    Both over exp2 of a number that is stored beside the first, see :func:`_paired`. They lie [kv
+    head, token, slot, query head of the group]: an entry's are neighbours. A program keeps the whole block when KEYS is
+    BLOCK; otherwise it walks the block once for each tile of queries.
     """
     item = tl.program_id(0)
     if item >= tl.load(totals):
@@ -239,6 +244,8 @@ def attend_block(
     head = group * GROUP + row % GROUP
     scale = scale * factor(k_scale, FORMAT)
     value_factor = factor(v_scale, FORMAT)
+    partial += group.to(tl.int64) * tokens * (IDS * GROUP * DIM)
+    sums += group.to(tl.int64) * tokens * (IDS * GROUP)
     whole: tl.constexpr = (KEYS == BLOCK) and (PAGE >= BLOCK)
     if whole:
         key = block * BLOCK + tl.arange(0, BLOCK)
@@ -250,8 +257,9 @@ def attend_block(
     # queries are fetched one tile ahead and entries two: the gather hides behind the products
     of_tile = row // GROUP
     real = row < QUERIES * GROUP
+    order = order.to(tl.pointer_type(tl.uint32))  # whose quotients are cheaper
     entry_next = tl.load(order + start + of_tile, mask=real & (of_tile < n), other=0)
-    token_next = (first_token + entry_next // IDS).to(tl.int64)
+    token_next = first_token + (entry_next // IDS).to(tl.int64)
     live_next = real & (of_tile < n)
     at_q = q + token_next[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
     queries_next = tl.load(at_q, mask=live_next[:, None], other=0.0)
@@ -262,14 +270,14 @@ def attend_block(
             scores = tl.dot(queries, k_tile, input_precision=PRECISION)
         entry_next = entry_after
         live_next = real & (done + QUERIES + of_tile < n)
-        token_next = (first_token + entry_next // IDS).to(tl.int64)
+        token_next = first_token + (entry_next // IDS).to(tl.int64)
         at_q = q + token_next[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
         queries_next = tl.load(at_q, mask=live_next[:, None], other=0.0)
         far = done + 2 * QUERIES + of_tile
         entry_after = tl.load(order + start + far, mask=real & (far < n), other=0)
         if whole:
             if edge:
-                scores = tl.where(key[None, :] <= (entry // IDS + shift)[:, None], scores, float("-inf"))
+                scores = tl.where(key[None, :] <= ((entry // IDS).to(tl.int32) + shift)[:, None], scores, float("-inf"))
             top = tl.maximum(tl.max(scores, 1) * scale, -1e38)
             weights = tl.exp2(scores * scale - top[:, None])
             total = tl.sum(weights, 1)
@@ -295,24 +303,51 @@ def attend_block(
                     cache, values, pages, group, at, there, v_scales, DIM, KEYS, FORMAT, COMPUTE, NATIVE
                 )
                 scores = tl.dot(queries, some_keys, input_precision=PRECISION) * scale
-                scores = tl.where(part[None, :] <= (entry // IDS + shift)[:, None], scores, float("-inf"))
+                scores = tl.where(
+                    part[None, :] <= ((entry // IDS).to(tl.int32) + shift)[:, None], scores, float("-inf")
+                )
                 top, total, acc = accumulate(scores, some_values, top, total, acc, COMPUTE, PRECISION)
             acc = natural(acc, DIM, ROWS, FORMAT)
-        out_row = ((entry // IDS * GROUPS + group) * IDS + entry % IDS) * GROUP + row % GROUP
+        out_row = (entry * GROUP).to(tl.int32) + row % GROUP
         to = partial + out_row[:, None] * DIM + dim[None, :]
-        result = acc * (value_factor / total)[:, None]
-        tl.store(to, result.to(partial.dtype.element_ty), mask=live[:, None])
-        tl.store(partial_lse + out_row, top + tl.log2(total), mask=live)
+        if partial.dtype.element_ty == tl.float16:
+            top, total, acc = _lowered(top, total, acc, value_factor)
+        else:
+            acc = acc * value_factor
+        tl.store(to, acc.to(partial.dtype.element_ty), mask=live[:, None])
+        tl.store(sums + out_row, _paired(top, total), mask=live)
+
+
+@triton.jit
+def _lowered(top, total, acc, value_factor):
+    """The same as exp2(top) * (total, acc), where the largest of a row of acc * value_factor lies below 2**15.
+
+    Powers from 2**-109 on, so that total stays a number; fp16 has all its bits down to 2**-29 of the largest. An
+    infinity hides a row's largest number: the others are over 2**4 then.
+    """
+    largest = tl.max(tl.abs(acc), 1) * value_factor
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.where(exponent == 255, 145, tl.maximum(exponent, 32))
+    lower = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return top + (exponent - 141).to(tl.float32), total * lower, acc * (lower * value_factor)[:, None]
+
+
+@triton.jit
+def _paired(top, total):
+    """Two fp32 in an int64: one load or store."""
+    high, low = total.to(tl.int32, bitcast=True).to(tl.int64), top.to(tl.int32, bitcast=True).to(tl.int64)
+    return (high << 32) | (low & 0xFFFFFFFF)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def merge(
     partial,
-    partial_lse,
+    sums,
     ranks,
     out,
     lse,
     first_token,
+    tokens,  # of the piece
     out_strides,
     lse_token,
     lse_head,
@@ -336,13 +371,16 @@ def merge(
         return  # written where the blocks were walked
     for which in tl.static_range(HEADS_AT_ONCE):
         head = first_head + which
-        row = ((local * GROUPS + head // GROUP) * IDS + slot) * GROUP + head % GROUP
-        base2 = tl.load(partial_lse + row, mask=rank >= 0, other=float("-inf"))
+        row = ((head // GROUP * tokens + local) * IDS + slot) * GROUP + head % GROUP
+        pair = tl.load(sums + row, mask=rank >= 0, other=0)
         part = tl.load(partial + row[:, None] * DIM + dim[None, :], mask=(rank >= 0)[:, None], other=0.0)
-        top = tl.max(base2, 0)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        weight = tl.exp2(base2 - base)
-        total = tl.sum(weight, 0)
+        top = tl.where(rank >= 0, pair.to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
+        bits = (pair >> 32).to(tl.int32)
+        # a power of two above the largest block's sum
+        base = tl.max(top + ((bits >> 23) - 126).to(tl.float32), 0)
+        base = tl.where(base == float("-inf"), 0.0, base)
+        weight = tl.exp2(top - base)
+        total = tl.sum(bits.to(tl.float32, bitcast=True) * weight, 0)
         empty = total == 0
         result = tl.sum(part.to(tl.float32) * weight[:, None], 0) / tl.where(empty, 1.0, total)
         at = out + token * out_strides[0] + head * out_strides[1] + dim * out_strides[2]

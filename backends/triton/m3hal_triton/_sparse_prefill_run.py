@@ -22,7 +22,7 @@ NARROW_ROWS = 16
 WHOLE_BLOCK = 256 * 128
 #: keys of a step where a block is walked, by cache format; in fp32, operands are held in registers
 STEP_KEYS, NARROW_KEYS = {"bfloat16": 64, "fp8_e4m3": 128, "nvfp4": 128}, 16
-#: bytes of the workspace, and of the partial results at least
+#: bytes of the workspace, and of the partial sums at least
 MOST_BYTES, PIECE_BYTES = 256 << 20, 32 << 20
 #: counters of the sort that are kept at least, so that all pieces of a chunk are sorted together
 SORT_COUNTERS = 1 << 20
@@ -55,42 +55,47 @@ class Prefill:
         self._site = site
         self._group = site.num_q_heads // site.num_kv_heads
         self._narrow = site.dtype == "float32"
-        walks = walks and site.dtype == "bfloat16" and site.kv_format in union.WALKS
+        walks = walks and site.dtype == "bfloat16" and site.kv_format in union.WALKS and site.head_dim <= union.WIDEST
         self._walks = walks and site.page_size >= site.block_size and self._group in (2, 4, 8, 16)
-        self.sort_bytes = self._bytes_of_sort()
-        per_token = site.num_q_heads * site.top_k_blocks * (site.head_dim * (4 if self._narrow else 2) + 4)
-        room = max(MOST_BYTES - self.sort_bytes, min(PIECE_BYTES, MOST_BYTES), per_token)
-        self.piece = min(site.max_tokens, room // per_token)
+        self._slots = max(site.max_seqs * self._slots_of(site.max_context), SORT_COUNTERS)
+        walk_bytes = union.room(site.max_tokens, site.num_kv_heads) if self._walks else 0
+        per_token = site.num_q_heads * site.top_k_blocks * (site.head_dim * (4 if self._narrow else 2) + 8)
+        for pieces in range(1, site.max_tokens + 1):
+            self.piece = triton.cdiv(site.max_tokens, pieces)
+            self.sort_words = self._words_of_sort(pieces)
+            self.sort_bytes = 4 * self.sort_words + walk_bytes
+            if self.piece * per_token <= max(MOST_BYTES - self.sort_bytes, min(PIECE_BYTES, MOST_BYTES)):
+                break
         self.workspace_bytes = self.sort_bytes + self.piece * per_token
 
-    def _bytes_of_sort(self) -> int:
-        """Bytes of ranks, order, work items and counters."""
+    def _slots_of(self, context: int) -> int:
+        """Blocks of a request of that many keys, times kv heads."""
+        return max(triton.cdiv(context, self._site.block_size), 1) * self._site.num_kv_heads
+
+    def _words_of_sort(self, pieces: int) -> int:
+        """Room for a :class:`Sort` of ``max_tokens`` in so many pieces, or of fewer tokens in pieces no larger."""
         site = self._site
-        entries = site.max_tokens * site.num_kv_heads * site.top_k_blocks
-        slots = max(site.max_seqs * triton.cdiv(site.max_context, site.block_size) * site.num_kv_heads, SORT_COUNTERS)
-        self._slots = slots
-        # pieces may hold nearly twice the tokens that there are, each piece one work item and one counter more
-        items = 2 * (entries + triton.cdiv(entries, TUNING.chunk)) + site.max_tokens
-        words = 2 * entries + 8 * (items + 1024) + 3 * slots + site.max_tokens + 1024
-        self.sort_words = triton.cdiv(words, 64) * 64  # partial results follow, and are stored 16 bytes at a time
-        return 4 * self.sort_words + (union.room(site.max_tokens, site.num_kv_heads) if self._walks else 0)
+        per_token = site.num_kv_heads * site.top_k_blocks
+        most = site.max_seqs * self._slots_of(site.max_context)
+        sizes = _sizes(site.max_tokens, triton.cdiv(site.max_tokens, pieces), pieces, most, per_token)
+        sizes[3:6] = [self._slots] * 3  # as many pieces are sorted at once as have counters
+        return triton.cdiv(sum(sizes), 64) * 64  # partial sums follow, and are stored 16 bytes at a time
 
     def run(self, q, kv, block_ids, batch, output, lse, workspace) -> None:  # type: ignore[no-untyped-def]
         """Any number of query tokens a request."""
         site, meta = self._site, batch.meta
-        tokens, piece = q.shape[0], min(self.piece, q.shape[0])
-        ids = block_ids.shape[2]
-        slots = meta.seq_lens.shape[0] * max(triton.cdiv(meta.max_k, site.block_size), 1) * site.num_kv_heads
-        at_once = max(1, self._slots // slots) * piece  # tokens that are sorted together
+        tokens, ids = q.shape[0], block_ids.shape[2]
+        slots = meta.seq_lens.shape[0] * self._slots_of(meta.max_k)
+        at_once = max(1, self._slots // slots) * self.piece  # tokens that are sorted together
         walk = self._walk(q, kv, block_ids, batch, output, lse, workspace)
         for low in range(0, tokens, at_once):
             n = min(at_once, tokens - low)
-            sort = Sort(workspace, n, piece, slots, site.num_kv_heads * ids)
-            self._sort(sort, walk, block_ids[low : low + n], batch, low, n, piece)
+            sort = Sort(workspace, n, self.piece, slots, site.num_kv_heads * ids)
+            self._sort(sort, walk, block_ids[low : low + n], batch, low, n)
             room = workspace[self.sort_bytes :]
             for index in range(sort.pieces):
-                count = min(piece, n - index * piece)
-                self._piece_of(sort, index, low + index * piece, count, room, q, kv, ids, batch, output, lse)
+                count = min(sort.piece, n - index * sort.piece)
+                self._piece_of(sort, index, low + index * sort.piece, count, room, q, kv, ids, batch, output, lse)
 
     def _walk(self, q, kv, block_ids, batch, output, lse, workspace) -> union.Walk | None:  # type: ignore[no-untyped-def]
         """Attention of the units that walk the union of their blocks, before the others are sorted."""
@@ -103,7 +108,7 @@ class Prefill:
         walk.attend(q, kv, batch, output, lse)
         return walk
 
-    def _sort(self, sort, walk, block_ids, batch, low, n, piece) -> None:  # type: ignore[no-untyped-def]
+    def _sort(self, sort, walk, block_ids, batch, low, n) -> None:  # type: ignore[no-untyped-def]
         """Entries in the order of their blocks, and work items, for each piece."""
         site, meta = self._site, batch.meta
         groups, ids = site.num_kv_heads, block_ids.shape[2]
@@ -114,7 +119,8 @@ class Prefill:
         sizes, walking, minimum = (walk.sizes, walk.walking, walk.minimum) if walk else (sort.counts, sort.counts, 0)
         kernels.count[grid](
             block_ids, request, position, batch.first_block, sort.counts, sort.ranks, sizes, walking, low, n,
-            sort.slots, piece, *block_ids.stride(), minimum, **statics, TILE=union.TILE if walk else 0, num_warps=4,
+            sort.slots, sort.piece, *block_ids.stride(), minimum, **statics, TILE=union.TILE if walk else 0,
+            num_warps=4,
         )  # fmt: skip
         kernels.offsets[(sort.pieces,)](
             sort.counts, sort.starts, sort.items, sort.totals, batch.first_block, meta.seq_lens.shape[0], sort.slots,
@@ -122,18 +128,18 @@ class Prefill:
         )  # fmt: skip
         kernels.scatter[grid](
             block_ids, request, position, meta.seq_lens, batch.first_block, meta.block_table, sort.counts, sort.starts,
-            sort.items, sort.ranks, sort.order, sort.work, n, sort.slots, piece, sort.max_items,
+            sort.items, sort.ranks, sort.order, sort.work, n, sort.slots, sort.piece, sort.max_items,
             *block_ids.stride(), *meta.block_table.stride(), **statics, PAGE=site.page_size,
             CHUNK=TUNING.chunk, num_warps=4,
         )  # fmt: skip
 
     def _piece_of(self, sort, index, first_token, count, room, q, kv, ids, batch, output, lse) -> None:  # type: ignore[no-untyped-def]
-        """Attention of one piece: partial results by block, then their merge by token."""
+        """Attention of one piece: partial sums by block, then their merge by token."""
         site, meta, group = self._site, batch.meta, self._group
         rows = count * site.num_q_heads * ids
-        split = rows * site.head_dim * q.element_size()
-        partials = room[:split].view(q.dtype)
-        partial_lse = room[split : split + 4 * rows].view(torch.float32)
+        kind = torch.float32 if self._narrow else torch.float16
+        split = rows * site.head_dim * kind.itemsize
+        partials, sums = room[:split].view(kind), room[split : split + 8 * rows].view(torch.int64)
         local = index * sort.piece
         even = site.block_size == common_power_of_two(site.block_size)  # as a tile's side must be
         fits = even and site.block_size * site.head_dim <= WHOLE_BLOCK
@@ -150,9 +156,10 @@ class Prefill:
             sort.totals[index:],
             meta.block_table,
             partials,
-            partial_lse,
+            sums,
             site.scale * LOG2_E,
             first_token,
+            count,
             q.stride(),
             *meta.block_table.stride(),
             HEADS=site.num_q_heads,
@@ -173,11 +180,12 @@ class Prefill:
         heads = min(TUNING.merge_heads, power_of_two_below(group & -group))
         kernels.merge[(site.num_q_heads // heads, count)](
             partials,
-            partial_lse,
+            sums,
             sort.ranks[local * site.num_kv_heads * ids :],
             output,
             lse,
             first_token,
+            count,
             output.stride(),
             *lse.stride()[:2],
             HEADS=site.num_q_heads,
@@ -197,13 +205,23 @@ class Prefill:
 
 
 class Sort:
-    """The sort's arrays in a workspace, for ``n`` tokens in pieces."""
+    """The sort's arrays in a workspace, for ``n`` tokens in equal pieces of ``most`` at most."""
 
-    def __init__(self, workspace: torch.Tensor, n: int, piece: int, slots: int, per_token: int) -> None:
-        self.slots, self.piece, self.pieces = slots, piece, triton.cdiv(n, piece)
-        self.max_items = min(slots, piece * per_token) + triton.cdiv(piece * per_token, TUNING.chunk)
-        sizes = [n * per_token, n * per_token, 8 * self.pieces * self.max_items]
-        sizes += [self.pieces * slots] * 3 + [self.pieces]
+    def __init__(self, workspace: torch.Tensor, n: int, most: int, slots: int, per_token: int) -> None:
+        self.slots, self.pieces = slots, triton.cdiv(n, most)
+        self.piece = triton.cdiv(n, self.pieces)
+        self.max_items = _max_items(self.piece, slots, per_token)
+        sizes = _sizes(n, self.piece, self.pieces, slots, per_token)
         words = workspace.view(torch.int32)[: sum(sizes)].split(sizes)
         self.ranks, self.order, work, self.counts, self.starts, self.items, self.totals = words
         self.work = work.view(self.pieces, self.max_items, 8)
+
+
+def _max_items(piece: int, slots: int, per_token: int) -> int:
+    """Work items of a piece at most."""
+    return min(slots, piece * per_token) + triton.cdiv(piece * per_token, TUNING.chunk)
+
+
+def _sizes(n: int, piece: int, pieces: int, slots: int, per_token: int) -> list[int]:
+    """Words of ranks, order, work items, three counters of each slot, and totals."""
+    return [n * per_token] * 2 + [8 * pieces * _max_items(piece, slots, per_token)] + [pieces * slots] * 3 + [pieces]

@@ -246,6 +246,8 @@ class Tuning:
 
 #: found on an H200, by cache format
 WALKS = {"bfloat16": Tuning(), "fp8_e4m3": Tuning(price=19)}
+#: elements of a head, at most: sums of more do not fit the registers of two programs a multiprocessor
+WIDEST = 128
 #: query tokens of a unit
 TILE = 8
 #: blocks of a union, at most

@@ -60,6 +60,71 @@ def test_padded_requests_alone():
     _check(site, Batch(site, [(12, 0), (9, 0)], torch.bfloat16, extra_tokens=1))
 
 
+def _first_blocks(site, batch, edit):
+    """out and what it should be where all tokens choose the first four blocks, whose pages ``edit`` changes."""
+    q, kv = batch.queries(site.num_q_heads, site.head_dim), batch.cache(site.num_kv_heads, site.head_dim, True)
+    ids = torch.arange(4, dtype=torch.int32, device=q.device).repeat(batch.tokens, site.num_kv_heads, 1)
+    pages = batch.table[:, :4].long().to(q.device)
+    kv.v[pages] = torch.where(kv.v[pages].isnan(), 0, batch.randn(*kv.v[pages].shape))
+    edit(kv, pages)
+    kernel = sparse_attention(site)
+    out = kernel.run(q, kv, ids, plan(kernel, batch.meta), workspace=workspace(kernel))
+    return out, OPERATOR.reference(q.double(), double(kv), ids, batch.meta, **OPERATOR.static_values(site))
+
+
+def test_blocks_that_cancel():
+    """Of what is left each row has the bits that its own rounding leaves; parts in bf16 would lose two of them."""
+
+    def edit(kv, pages):
+        kv.k[pages] = 0
+        kv.v[pages[:, 0], :, 0] -= 20
+        kv.v[pages[:, 1], :, 0] += 20
+
+    site = sparse_site(torch.bfloat16)
+    out, exact = _first_blocks(site, Batch(site, [(12, 64), (9, 60)], torch.bfloat16), edit)
+    assert worst_row(out, exact) <= 3.5e-3
+
+
+@pytest.mark.parametrize("size", [2.0**-120, 2.0**-60, 2.0**-20, 2.0**20, 2.0**60, 2.0**118])
+def test_values_of_any_size(size):
+    """The row's power of two is its own, over all of bf16's range."""
+
+    def edit(kv, pages):
+        kv.v[pages] *= size
+
+    site = sparse_site(torch.bfloat16)
+    out, exact = _first_blocks(site, Batch(site, [(12, 64), (9, 60)], torch.bfloat16), edit)
+    assert worst_row(out.double() / size, exact / size) <= BOUND[torch.bfloat16]
+
+
+def test_blocks_of_unlike_sizes():
+    """Small values beside a block of huge ones, of zeros, and of tiny ones."""
+
+    def edit(kv, pages):
+        kv.v[pages[0, 1]] *= 2.0**100
+        kv.v[pages[1, 1]] = 0
+        kv.v[pages[1, 2]] *= 2.0**-100
+
+    site = sparse_site(torch.bfloat16)
+    out, exact = _first_blocks(site, Batch(site, [(12, 64), (9, 60)], torch.bfloat16), edit)
+    assert worst_row(out.double(), exact) <= BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_one_value_without_a_number(value):
+    """It shows in its own column, and in no other."""
+
+    def edit(kv, pages):
+        kv.v[pages[0, 1], :, 3, 5] = value
+
+    site = sparse_site(torch.bfloat16)
+    out, exact = _first_blocks(site, Batch(site, [(12, 64), (9, 60)], torch.bfloat16), edit)
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    assert (~exact.isfinite()).sum() == 12 * site.num_q_heads
+    there = [column for column in range(site.head_dim) if column != 5]
+    assert worst_row(out[..., there], exact[..., there]) <= BOUND[torch.bfloat16]
+
+
 def test_pieces_and_sorts_agree(monkeypatch):
     """Small workspaces, small counters and small work items change no bit."""
     site = sparse_site(torch.bfloat16)
@@ -165,18 +230,22 @@ def test_few_units_are_sorted(walked, monkeypatch, processors, none):
     assert touched == [not none]
 
 
+@pytest.mark.parametrize("megabytes", [1, 8, 256])
 @pytest.mark.parametrize("most", [603, 640, 1024])
-def test_the_sort_stays_in_its_memory(most, monkeypatch):
-    """Also where a batch is little more than a piece, so that the second one holds hardly anything."""
+def test_the_sort_stays_in_its_memory(most, megabytes, monkeypatch):
+    """In few pieces and in many, and with so many counters that not all pieces are sorted together."""
     site = replace(sparse_site(torch.bfloat16), max_tokens=most, max_seqs=1, max_context=614400, top_k_blocks=64)
     slots = 614400 // site.block_size * site.num_kv_heads
     monkeypatch.setattr(module, "SORT_COUNTERS", 2 * slots)  # of two pieces
+    monkeypatch.setattr(module, "MOST_BYTES", megabytes << 20)
     run = sparse_attention(site).run.prefill
-    for piece in range(most // 2 + 1, most + 1, 7):
-        memory = torch.empty(16 * run.sort_words, dtype=torch.uint8)
-        sort = module.Sort(memory, most, piece, slots, site.num_kv_heads * 64)
-        parts = (sort.ranks, sort.order, sort.work, sort.counts, sort.starts, sort.items, sort.totals)
-        assert sum(part.numel() for part in parts) <= run.sort_words
+    memory = torch.empty(16 * run.sort_words, dtype=torch.uint8)
+    for n in range(1, min(most, 2 * run.piece) + 1):
+        for fewer in (1, 7, slots):
+            sort = module.Sort(memory, n, run.piece, fewer, site.num_kv_heads * 64)
+            parts = (sort.ranks, sort.order, sort.work, sort.counts, sort.starts, sort.items, sort.totals)
+            assert sum(part.numel() for part in parts) <= run.sort_words
+            assert (sort.pieces - 1) * sort.piece < n <= sort.pieces * sort.piece <= sort.pieces * run.piece
 
 
 def test_many_requests_of_long_contexts_leave_room_for_pieces():
@@ -184,10 +253,17 @@ def test_many_requests_of_long_contexts_leave_room_for_pieces():
     site = replace(real_site("sparse_attention", "bfloat16"), max_seqs=1024, max_context=1 << 20)
     run = sparse_attention(site).run.prefill
     assert run.piece >= 64
-    assert run.workspace_bytes >= run.sort_bytes + run.piece * 64 * 16 * 260
+    assert run.workspace_bytes >= run.sort_bytes + run.piece * 64 * 16 * 264
 
 
 @pytest.mark.parametrize("most", [63, 64, 8191])
 def test_partial_results_are_aligned(most):
     """They begin at a multiple of 256 bytes, so that they are stored 16 bytes at a time."""
     assert sparse_attention(sparse_site(torch.float32, max_tokens=most)).run.prefill.sort_bytes % 256 == 0
+
+
+def test_wide_heads_do_not_walk():
+    """Heads of more elements than a walk's registers hold are sorted."""
+    site = replace(real_site("sparse_attention", "bfloat16"), head_dim=256)
+    assert not sparse_attention(site).run.prefill._walks
+    assert sparse_attention(replace(site, head_dim=128)).run.prefill._walks
