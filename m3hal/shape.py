@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -168,11 +168,11 @@ class ModelShape:
                 f"config.json: MSA selects blocks per GQA group, so sparse_num_index_heads ({index_heads}) must equal "
                 f"num_key_value_heads ({kv_heads})"
             )
-        return cls(
+        made = cls(
             hidden_size=int(need("hidden_size")),
             num_layers=layers,
-            num_dense_attention_layers=layers - sum(map(bool, sparse("sparse_attention_freq"))),
-            num_dense_mlp_layers=layers - sum(map(bool, need("moe_layer_freq"))),
+            num_dense_attention_layers=_unmarked(sparse("sparse_attention_freq"), layers, "sparse_attention_freq"),
+            num_dense_mlp_layers=_unmarked(need("moe_layer_freq"), layers, "moe_layer_freq"),
             vocab_size=int(need("vocab_size")),
             eps=float(need("rms_norm_eps")),
             weight_offset=1.0 if need("use_gemma_norm") else 0.0,
@@ -210,6 +210,10 @@ class ModelShape:
             max_seqs=max_seqs,
             max_context=max_context,
         )
+        low = next((name for name in _SIZES if getattr(made, name) < 1), None)
+        if low:
+            raise ValueError(f"config.json: {low} must be 1 or more, not {getattr(made, low)}")
+        return made
 
     def sites(self) -> tuple[Site, ...]:
         """Those that were given, or else the model's, in layer order; a kind of layer that it lacks has none."""
@@ -302,6 +306,17 @@ _INDEXER = (
     "local_blocks",
     "context_parallel",
 )
+#: what no model has none of
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "vocab_size",
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim",
+    "index_dim",
+    "block_size",
+)
 _MLP = ("alpha", "beta", "limit")
 _EXPERTS = (
     "num_experts",
@@ -328,6 +343,13 @@ class _Reader:
         if key not in self._values:
             raise ValueError(f"{self._where} has no {key!r}; m3hal gives no model constant a default")
         return self._values[key]
+
+
+def _unmarked(marks: Sequence[int], layers: int, key: str) -> int:
+    """Of the first layers, those that a list does not mark; an engine may be told to run fewer than it lists."""
+    if len(marks) < layers:
+        raise ValueError(f"config.json: {key} lists {len(marks)} layers, and num_hidden_layers is {layers}")
+    return layers - sum(map(bool, marks[:layers]))
 
 
 def _split(count: int, parts: int, what: str) -> int:

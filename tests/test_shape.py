@@ -71,6 +71,23 @@ def test_no_constant_has_a_default(key: str) -> None:
         m3hal.ModelShape.from_config(config, **ENGINE)
 
 
+@pytest.mark.parametrize("layers", [1, 3, 5, 60])
+def test_an_engine_may_run_fewer_layers_than_are_listed(layers: int) -> None:
+    """As with vLLM's --hf-overrides: kinds of layers are counted among those that run."""
+    made = m3hal.ModelShape.from_config({**m3hal.MINIMAX_M3, "num_hidden_layers": layers}, **ENGINE)
+    assert made.num_layers == layers
+    assert made.num_dense_attention_layers == made.num_dense_mlp_layers == min(layers, 3)
+    with pytest.raises(ValueError, match="sparse_attention_freq lists 60 layers, and num_hidden_layers is 61"):
+        m3hal.ModelShape.from_config({**m3hal.MINIMAX_M3, "num_hidden_layers": 61}, **ENGINE)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "head_dim"])
+def test_no_size_is_zero(key: str) -> None:
+    """A configuration that says so is refused by name, before anything is divided by it."""
+    with pytest.raises(ValueError, match="must be 1 or more, not 0"):
+        m3hal.ModelShape.from_config({**m3hal.MINIMAX_M3, key: 0}, **ENGINE)
+
+
 def test_index_heads_follow_kv_heads() -> None:
     """MSA selects blocks per GQA group; another number of index heads is another function."""
     sparse = m3hal.MINIMAX_M3["sparse_attention_config"] | {"sparse_num_index_heads": 8}

@@ -370,6 +370,7 @@ def test_a_table_that_cannot_be_written_is_a_sentence(capsys, monkeypatch, tmp_p
         '["a"]',
         "[" * 100_000,
         '[{"operator": "a", "case": "b", "status": "measured", "us": {"m3hal": "x"}}]',
+        '[{"operator": "a", "case": "b", "status": "measured", "us": {"m3hal": 1.0}, "share": NaN}]',
         '[{"operator": "a", "case": "b", "status": "measured", "us": [1]}]',
         '[{"operator": "a", "case": "b", "status": "measured", "share": "x"}]',
         '[{"operator": "a", "case": 7, "status": "measured"}]',

@@ -127,7 +127,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         if arguments.drafter:
             caches["drafter"] = drafter_caches(arguments.drafter, shape.page_size)
         whole = weights_of(shape_of(config, _ONE, kv, index, context), config, scheme, _ONE).total
-    except (ValueError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, KeyError) as error:
         raise ConfigurationError(f"{arguments.model} on {named} (--parallel): {error}.") from error
     if published:  # what the checkpoint holds besides these matrices is counted on every GPU
         weights = replace(weights, rest=weights.rest + published - whole)

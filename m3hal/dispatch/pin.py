@@ -80,7 +80,10 @@ def _shapeless(data: Any) -> str | None:
         if not isinstance(data[key], kind):
             return f"its {key!r} is a {type(data[key]).__name__}, not a {kind.__name__}"
     rows = [*data["choices"], *data["sites"].values(), *data["layouts"].values()]
-    return None if all(isinstance(row, dict) for row in rows) else "a row of its tables is no object"
+    if not all(isinstance(row, dict) for row in rows):
+        return "a row of its tables is no object"
+    named = all(isinstance(row.get(key), str) for row in data["choices"] for key in ("operator", "site"))
+    return None if named else "a choice has no operator or no site"
 
 
 def load(policy: Policy) -> Pin:

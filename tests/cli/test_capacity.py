@@ -11,7 +11,9 @@ import pytest
 
 from m3hal.checkpoint.tiny import TEXT_CONFIG
 from m3hal.cli import main
+from m3hal.shape import MINIMAX_M3
 
+SPARSE = dict(MINIMAX_M3["sparse_attention_config"])
 FLASH = "--model MiniMax-M3.1-Flash --gpu B300x4 --kv nvfp4 --parallel dep4 --context 256K"
 M3 = "--model MiniMaxAI/MiniMax-M3-MXFP8 --gpu B300x4 --kv fp8 --parallel dep4 --context 256K"
 
@@ -130,6 +132,26 @@ def test_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_slips_are_sentences(command: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and what to write instead."""
     assert sentence in ask(command, capsys, code=2)["error"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        ({"num_hidden_layers": 0}, "num_layers must be 1 or more, not 0"),
+        ({"num_hidden_layers": 1 << 40}, "lists 60 layers, and num_hidden_layers is 1099511627776"),
+        ({"num_hidden_layers": [1]}, "m.json on tp1"),
+        ({"hidden_size": float("inf")}, "m.json on tp1"),
+        ({"rope_theta": {}}, "m.json on tp1"),
+        ({"sparse_attention_config": SPARSE | {"sparse_block_size": 0}}, "block_size must be 1 or more, not 0"),
+    ],
+)
+def test_a_configuration_of_odd_values_is_a_sentence(
+    edit: dict, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever stands where a size should: exit code 2."""
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({**MINIMAX_M3, **edit}))
+    assert sentence in ask(f"--gpu H200 --model {path} --weights bf16", capsys, code=2)["error"]
 
 
 def test_the_table_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,6 +91,7 @@ def test_what_is_no_plan(run: Any, exported: str, tmp_path: Path) -> None:
         ("sites", [1], "its 'sites' is a list, not a dict"),
         ("choices", {}, "its 'choices' is a dict, not a list"),
         ("choices", [1], "a row of its tables is no object"),
+        ("choices", [{"operator": "linear", "site": 5}], "a choice has no operator or no site"),
         ("device", 5, "its 'device' is a int, not a str"),
         ("fingerprint", float("nan"), "its 'fingerprint' is a float, not a str"),
         ("layouts", {"moe": {}}, "KeyError: 'layout'"),

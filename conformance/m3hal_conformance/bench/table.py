@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,7 +47,7 @@ class Measured:
         """What ``to_json`` returned. Raises TypeError for a row of another kind."""
         row = cls(**found)
         numbers = [*row.us.values(), *(n for n in (row.floor_us, row.share, row.ratio) if n is not None)]
-        if not all(isinstance(number, int | float) for number in numbers):
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
             raise TypeError(f"the times and shares of {row.operator} are no numbers")
         if not all(isinstance(text, str) for text in (row.operator, row.case, row.status, row.reason)):
             raise TypeError("a row has an operator, a case and a status, in words")
