@@ -26,21 +26,19 @@ OWN, STEP = tl.constexpr(32), tl.constexpr(128)
 
 @triton.jit
 def product(
-    matrix, expert, tile, token, size, height,
-    BN: tl.constexpr, WARPS: tl.constexpr, ALONG: tl.constexpr, FORMAT: tl.constexpr,
+    matrix, expert, first, token, size, height,
+    ROWS: tl.constexpr, WARPS: tl.constexpr, ALONG: tl.constexpr, FORMAT: tl.constexpr,
     NATIVE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BN], a tile of rows of a matrix in pieces times a token, without the rows' factors.
+    """fp32 [WARPS, ROWS], rows of a matrix in pieces times a token, without the rows' factors; ALONG warps share them.
 
-    token: a pointer to its activations in fp16, at a multiple of 16 bytes. size, height: columns and rows of the
+    expert: int64, or for each warp [1, WARPS, 1, 1]. first: a warp's first row [WARPS]. token: a pointer to activations
+    in fp16, at a multiple of 16 bytes, or for each warp [1, WARPS, 1, 1, 1]. size, height: columns and rows of the
     matrix; ALONG steps divide the former. WAIT: for the kernel before, which writes the activations, but not before the
     first weights are asked for.
     """
-    ROWS: tl.constexpr = BN * ALONG // WARPS  # of a warp
-    warp = tl.arange(0, WARPS)
-    first = tile * BN + warp // ALONG * ROWS
     steps = size // (STEP * ALONG)
-    k = warp % ALONG * (steps * STEP)
+    k = tl.arange(0, WARPS) % ALONG * (steps * STEP)
     largest = 0
     if FORMAT == "mxfp4":
         largest = _largest(matrix[4] + expert * height, first, ROWS)
@@ -60,10 +58,7 @@ def product(
         words, powers, inputs = next_words, next_powers, next_inputs
     weights = _weights(words, powers, largest, ROWS, WARPS, FORMAT, NATIVE)
     total = tl.dot(weights, _activations(inputs, WARPS), total)
-    sums = tl.sum(tl.where(tl.arange(0, COLUMNS)[None, None, :] == 0, total, 0.0), 2)
-    if ALONG > 1:
-        sums = tl.sum(tl.reshape(sums, (WARPS // ALONG, ALONG, ROWS)), 1)
-    return tl.reshape(sums, (BN,))
+    return tl.sum(tl.where(tl.arange(0, COLUMNS)[None, None, :] == 0, total, 0.0), 2)
 
 
 @triton.jit

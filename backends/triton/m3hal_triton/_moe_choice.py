@@ -14,7 +14,8 @@ from m3hal.shape import Site
 from m3hal_triton import _moe_few as few
 from m3hal_triton import _moe_weights as packing
 from m3hal_triton import _moe_wide_codes as wide_codes
-from m3hal_triton._launch import is_hopper, multiprocessors, power_of_two_above
+from m3hal_triton._launch import is_hopper, multiprocessors, power_of_two_above, power_of_two_below
+from m3hal_triton._moe_decode import DEPTH
 from m3hal_triton._moe_tuning import FIXED, Ladder, Tile, Tuning, Warps, ladder_of
 from m3hal_triton._workspace import Room
 
@@ -141,6 +142,15 @@ class Choice:
         target = tile.programs * multiprocessors(planned_for())
         return max(min(target // programs, -(-size // tile.depth) // 2, MAX_SPLITS), 1)
 
+    def parts(self, pairs: int, tile: Tile, matrix: packing.Matrix) -> int:
+        """Parts of K that a program of few pairs multiplies beside one another, with fewer rows for each."""
+        most = min(self._splits(pairs, tile, matrix.rows, matrix.size), tile.rows // few.LEAST_ROWS)
+        step = max(tile.depth, DEPTH.value if matrix.in_pieces else 1)
+        parts = power_of_two_below(max(most, 1))
+        while matrix.size % (parts * step) and parts > 1:
+            parts //= 2
+        return parts
+
     def halves(self, pairs: int) -> bool:
         """Whether w2's outputs wait for their sum in fp16: where they are so many that they come from memory.
 
@@ -174,11 +184,6 @@ class Choice:
         room.add("ready", 4 * items)
         room.add("order", 4 * pairs)
         room.add("positions", 4 * pairs)
-        if self.is_few(tokens, joined):
-            tuning = self.tuning(pairs)
-            tiles = -(-2 * inner // tuning.up.rows) * pairs + -(-site.hidden_size // tuning.down.rows)
-            own = site.hidden_size // self.warps[1].rows if self.warps else 0
-            room.add("counters", 4 * max(tiles, own))
         self._add_activations(room, tokens, pairs, inner)
         room.add("hidden", width * pairs * inner)
         if up > 1 or site.lora_rank:

@@ -116,7 +116,7 @@ def scales_ahead(FORMAT, BK):
 
 
 @triton.jit
-def _along(k, strides, UNIT: tl.constexpr, BK: tl.constexpr):
+def along(k, strides, UNIT: tl.constexpr, BK: tl.constexpr):
     """Where columns from k on start in a row, in units of UNIT columns. strides: of :func:`_moe_product.rows_of`."""
     at = k // UNIT
     if len(strides) > 2:
@@ -136,9 +136,9 @@ def load_scales(scales, strides, k, size, BK: tl.constexpr, FORMAT: tl.constexpr
     if FORMAT == "mxfp8" or FORMAT == "mxfp4" or FORMAT == "nvfp4":
         group = tl.arange(0, BK // 32)[None, :]
         if FORMAT == "nvfp4":
-            at = (scales + _along(k, strides, 16, BK)).to(tl.pointer_type(tl.int16)) + group
+            at = (scales + along(k, strides, 16, BK)).to(tl.pointer_type(tl.int16)) + group
         else:
-            at = scales + _along(k, strides, 32, BK) + group
+            at = scales + along(k, strides, 32, BK) + group
         at = tl.multiple_of(at, [1, BK // (16 if FORMAT == "nvfp4" else 32)])
         if EVEN:  # noqa: SIM108 (a load of Triton's is no expression of Python's)
             codes = tl.load(at)
@@ -184,7 +184,7 @@ def load_weights(
     if FORMAT == "mxfp4" or FORMAT == "nvfp4":
         # not of 64 bits: as many words as scales would be loaded by as many bytes a thread, half a sector at a time
         word = tl.arange(0, BK // 8)[None, :]
-        at = tl.multiple_of(codes + _along(k, strides, 8, BK) + word, [1, BK // 2])
+        at = tl.multiple_of(codes + along(k, strides, 8, BK) + word, [1, BK // 2])
         if EVEN:  # noqa: SIM108
             loaded = tl.load(at)
         else:

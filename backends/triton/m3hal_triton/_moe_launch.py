@@ -71,7 +71,7 @@ def convert(batch: Batch, format: str) -> None:
 
 
 def common(batch: Batch, matrix: Matrix, tile: Tile, splits: int, *, is_few: bool = False) -> dict[str, Any]:
-    """Launch arguments that both products take."""
+    """Launch arguments that both products take. splits: parts of K, or of a tile of few tokens."""
     if is_few:
         more: dict[str, Any] = {"BT": few.COLUMNS}
     else:
@@ -81,7 +81,7 @@ def common(batch: Batch, matrix: Matrix, tile: Tile, splits: int, *, is_few: boo
     return {
         "BN": tile.rows,
         "BK": tile.depth,
-        "SPLITS": splits,
+        "PARTS" if is_few else "SPLITS": splits,
         "FORMAT": batch.format,
         "COMPUTE": batch.compute,
         "EVEN": matrix.size % tile.depth == 0,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3hal_triton._moe_align import expert_of
 from m3hal_triton._moe_by_warps import element_of, product
-from m3hal_triton._moe_few import arrive, expert_at, weighted_sum
+from m3hal_triton._moe_few import chosen, expert_at
 from m3hal_triton._moe_gemm import activated
 
-_ARRAYS = ["ids", "counters", "weights", "x_factor"]
+_ARRAYS = ["ids", "weights", "x_factor"]
 
 
 @triton.jit(do_not_specialize_on_alignment=_ARRAYS)
@@ -47,9 +46,12 @@ def up(
             tl.extra.cuda.gdc_wait()
         return
     token = (pair // SLOTS).to(tl.int64)
+    ROWS: tl.constexpr = BN * ALONG // WARPS
+    first = tile * BN + tl.arange(0, WARPS) // ALONG * ROWS
     sums = product(
-        matrix, expert, tile, tokens + token * size, size, 2 * inner, BN, WARPS, ALONG, FORMAT, NATIVE, EARLY
+        matrix, expert, first, tokens + token * size, size, 2 * inner, ROWS, WARPS, ALONG, FORMAT, NATIVE, EARLY
     )
+    sums = tl.reshape(tl.sum(tl.reshape(sums, (WARPS // ALONG, ALONG, ROWS)), 1), (BN,))
     sums *= factor * tl.load(x_factor + token)
     HALF: tl.constexpr = BN // 2
     both = tl.permute(tl.reshape(sums, (BN // 16, 2, 8)), (0, 2, 1))
@@ -60,7 +62,7 @@ def up(
     tl.store(at, result.to(hidden.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=_ARRAYS)
+@triton.jit(do_not_specialize_on_alignment=_ARRAYS)
 def down(
     hidden,  # [pairs, inner]
     matrix,
@@ -68,46 +70,35 @@ def down(
     id_strides,
     weights,
     weight_strides,
-    counters,  # [tiles]
-    parts,  # [pairs, rows]
     out,  # [T, rows]
     out_strides,
-    pairs,
     size,
     inner,
     rows,
     SLOTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAIRS: tl.constexpr,
     LOWER: tl.constexpr,  # 1 / RAISE
     BN: tl.constexpr,
-    WARPS: tl.constexpr,
+    WARPS: tl.constexpr,  # for each slot, and more up to a power of two, ALONG
     ALONG: tl.constexpr,
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """w2 times the hidden activations, and the output, by the last to add to a tile."""
+    """w2 times the hidden activations of a token's experts, weighted and summed; each expert has warps of its own."""
     tiles = rows // BN
-    tile, pair = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    expert = expert_at(ids, id_strides, pair, SLOTS, SHARED)
+    tile, token = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    slot = tl.arange(0, WARPS) // ALONG
+    expert, weight, whose = chosen(ids, id_strides, weights, weight_strides, token, slot, SLOTS, SHARED)
     n = tile * BN + tl.arange(0, BN)
-    factor = tl.load(matrix[5] + tl.maximum(expert, 0) * rows + n)
-    every = tl.arange(0, PAIRS)
-    items = tl.sum((expert_of(ids, id_strides, every, pairs, SLOTS, SHARED, ".cg") >= 0).to(tl.int32), 0)
+    factor = tl.load(matrix[5] + (whose * rows)[:, None] + n[None, :])
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        if expert < 0:
-            tl.extra.cuda.gdc_wait()
-    before = -1  # without any expert, programs write zeros
-    if expert >= 0:
-        mine = hidden + pair.to(tl.int64) * inner
-        sums = product(matrix, expert, tile, mine, size, rows, BN, WARPS, ALONG, FORMAT, NATIVE, EARLY)
-        tl.store(parts + pair.to(tl.int64) * rows + n, sums * (factor * LOWER))
-        before = arrive(counters + tile)
-    if before == items - 1:
-        weighted_sum(
-            parts, ids, id_strides, weights, weight_strides, out, out_strides, n, pairs, rows,
-            SLOTS, SHARED, TOKENS, 1, BN,
-        )  # fmt: skip
+    mine = hidden + (token * SLOTS + tl.minimum(slot, SLOTS - 1)) * inner
+    sums = product(
+        matrix, whose[None, :, None, None], tile * BN + slot * 0, mine[None, :, None, None, None], size, rows,
+        BN, WARPS, ALONG, FORMAT, NATIVE, EARLY,
+    )  # fmt: skip
+    sums = tl.where((expert >= 0)[:, None], sums * (factor * (weight * LOWER)[:, None]), 0.0)
+    at = out + token * out_strides[0] + n * out_strides[1]
+    tl.store(at, tl.sum(sums, 0).to(out.dtype.element_ty))

@@ -41,8 +41,9 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Warps:
-    """Launch parameters of a product in which warps have weights of their own (:mod:`_moe_by_warps`). rows: of a
-    program; along: warps that share the columns of a row. registers: as in :class:`Tile`."""
+    """Launch parameters of a product in which warps have weights of their own (:mod:`_moe_by_warps`). rows, warps: of a
+    program, and of w2, whose programs have all experts of a token, of each expert; along: warps that share the columns
+    of a row, of w2 all. registers: as in :class:`Tile`."""
 
     rows: int
     warps: int
@@ -105,7 +106,8 @@ ROUNDED: Ladder = (
 
 #: pairs up to which four-bit weights are multiplied by warps
 BY_WARPS = 12
-_WARPS, _WARPS_SHARED = (Warps(64, 4, 4, 168), Warps(64, 4, 4, 168)), (Warps(16, 8, 8, 80), Warps(32, 2, 2))
+_DOWN = Warps(16, 2, 2, 80)
+_WARPS, _WARPS_SHARED = (Warps(64, 4, 4, 168), _DOWN), (Warps(16, 8, 8, 80), _DOWN)
 
 
 def by_warps(site: Site, *, is_nvidia: bool) -> tuple[Warps, Warps] | None:

@@ -57,6 +57,10 @@ class Matrix:
     def rows(self) -> int:
         return self.codes.shape[1] * (self.codes.shape[3] if self.codes.ndim == 5 else 1)
 
+    @property
+    def in_pieces(self) -> bool:
+        return self.scale is not None and self.scale.ndim == 5
+
     def arguments(self, as_numbers: bool = False) -> tuple[Any, ...]:
         """As the kernels take it. as_numbers: E4M3 codes labelled as such, not as bytes."""
         codes = self.codes.view(torch.float8_e4m3fn) if as_numbers else self.codes

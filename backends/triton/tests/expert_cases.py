@@ -44,6 +44,7 @@ def cases(site: Callable[[], Site]) -> dict[str, Callable[[], None]]:
         return lambda: _experts(site(), *given)
 
     return {
+        "experts 1 bf16": case(1, "bfloat16"),
         "experts 1 mxfp8": case(1, "mxfp8"),
         "experts 1 nvfp4": case(1, "nvfp4"),
         "experts 1 mxfp4": case(1, "mxfp4"),

@@ -1,7 +1,8 @@
-"""Prints, for each kernel of a plan's later layers, where it waits for the kernel ahead and where it copies tiles.
+"""Prints where kernels wait for the one ahead, let the next be launched, and read: places in their PTX.
 
-Run by test_stream_order.py, in a process in which kernels are compiled. What runs ahead may write any key: the blocks
-that two requests of a batch share are complete when it has ended.
+Run by test_stream_order.py, in a process in which kernels are compiled. Of a plan's later layers: what runs ahead may
+write any key, and the blocks that two requests of a batch share are complete when it has ended. And of kernels that
+read only what the kernel ahead may have written.
 """
 
 from __future__ import annotations
@@ -35,7 +36,16 @@ def layers(operator: str) -> None:
     kernel.run(*given, plan, out=out, workspace=room)
 
 
+#: cases whose kernels, but for those that know their experts before they wait, read nothing before it
+ROWS = ("experts 1 bf16",)
+
+
 def main() -> None:
+    for case in ROWS:
+        for (_, kernel, _), (made, options) in machine_code.sources("sm_90", case).items():
+            ptx = triton.compile(made, target=machine_code.TARGETS["sm_90"], options=options).asm["ptx"]
+            places = {"waits": "griddepcontrol.wait", "next": "griddepcontrol.launch_dependents", "loads": "ld.global"}
+            print(json.dumps({"kernel": kernel, **{k: ptx.find(text) for k, text in places.items()}}), flush=True)
     for operator in ("select_blocks", "sparse_attention"):
         machine_cases.CASES[operator] = lambda operator=operator: layers(operator)
         for (_, kernel, _), (made, options) in machine_code.sources("sm_90", operator).items():

@@ -167,14 +167,17 @@ def test_many_pairs_are_sorted_by_many_programs(format, tokens):
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "mxfp4"])
-def test_split_sums(format):
-    """Few experts and a long K: products in parts, activated and summed afterwards."""
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_split_sums(format, tokens):
+    """Few experts and a long K: parts of products beside one another in a tile, or by programs that others add up."""
     site = _site("bfloat16", format, hidden_size=1024, intermediate_size=512)
-    experts, given = _experts(format, hidden=1024, inner=512), _inputs(1, torch.bfloat16, 1024)
+    experts, given = _experts(format, hidden=1024, inner=512), _inputs(tokens, torch.bfloat16, 1024)
     tile = Tile(128, 128, programs=4)
     kernel = module._kernel(site, ((float("inf"), Tuning(16, tile, tile)),))
-    assert min(kernel.run.choice.splits(4)) > 1
-    out = _run(kernel, *given, kernel.prepare_weights(experts))
+    packed, choice = kernel.prepare_weights(experts), kernel.run.choice
+    assert choice.is_few(tokens) == (tokens == 1)
+    assert min(choice.parts(4, tile, packed.w13), *choice.splits(4 * tokens)) > 1
+    out = _run(kernel, *given, packed)
     assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
 
 

@@ -25,3 +25,15 @@ def test_no_tile_is_copied_before_the_wait(entries, kernel):
     entry = entries[kernel]
     assert entry["known"]
     assert 0 < entry["waits"] < entry["copies"]
+
+
+@pytest.mark.parametrize("kernel", ["up"])
+def test_what_is_read_and_launched_after_the_wait(entries, kernel):
+    """The next kernel may take what was there before this one had begun for complete, as the experts' w2 takes ids."""
+    entry = entries[kernel]
+    assert 0 < entry["waits"] < min(entry["loads"], entry["next"])
+
+
+def test_w2_reads_ids_before_its_wait(entries):
+    """Its rows are known by then, so that weights are asked for as soon as hidden activations are there."""
+    assert 0 < entries["down"]["loads"] < entries["down"]["waits"]
