@@ -28,24 +28,39 @@ def order_key(scores, forced, present):
 
 
 @triton.jit
-def place(key, present, wanted):
+def place(key, present, wanted, forced):
     """Where each candidate of key [C, L, E] goes among the ``wanted`` chosen; -1 for one that is not chosen.
 
-    present: how many are not absent, at least ``wanted``.
+    present: how many are not absent, at least ``wanted``. forced: how many are forced. They stand so far above all
+    scores that a search from there would halve its range seven times before it met one.
 
     Candidate (c, l, e) is number (l * C + c) * E + e: l is a thread, which holds neighbours and counts them by itself.
     """
-    high = tl.max(tl.max(tl.max(key, 2), 0), 0) + 1  # fewer than wanted reach it
+    WARPS: tl.constexpr = key.shape[1] // 32
+    largest = tl.max(tl.max(tl.where(key == FORCED, ABSENT, key), 2), 0)
+    high = tl.where(forced < wanted, tl.max(largest, 0), FORCED) + 1  # fewer than wanted reach it
     low = tl.min(tl.min(tl.min(tl.where(key == ABSENT, NO_LIMIT, key), 2), 0), 0)  # all that are present reach it
+    if WARPS > 1:
+        if wanted - forced <= 2 * WARPS:  # two of each warp reach the least of the warps' second largest
+            by_warp = tl.reshape(largest, (WARPS, 32))
+            second = tl.max(tl.where(by_warp < tl.max(by_warp, 1)[:, None], by_warp, ABSENT), 1)
+            low = tl.maximum(low, tl.min(second, 0))
     reached = present
     while (reached > wanted) & (low < high - 1):
         middle = (low & high) + ((low ^ high) >> 1)
-        count = _count(key >= middle)
-        if count >= wanted:
+        upper = (middle & high) + ((middle ^ high) >> 1)
+        # two counts at once, one in the high half: a step of several warps is mostly their meeting
+        counts = _sum(tl.where(key >= upper, 65536, 0) + (key >= middle).to(tl.int32))
+        count = counts & 0xFFFF
+        if count < wanted:
+            high = middle
+        elif (counts >> 16) < wanted:
             low = middle
+            high = upper
             reached = count
         else:
-            high = middle
+            low = upper
+            reached = counts >> 16
     if reached == wanted:
         chosen = (key >= low) & (key != ABSENT)
         places = _running(chosen.to(tl.int32)) - 1
@@ -54,7 +69,7 @@ def place(key, present, wanted):
         equal = (key == low) & (key != ABSENT)
         # one running count for both: the above in the high half, the equal in the low half
         counts = _running(above.to(tl.int32) * 65536 + equal.to(tl.int32))
-        spare = wanted - _count(above)
+        spare = wanted - _sum(above.to(tl.int32))
         equals_before = counts & 0xFFFF
         chosen = above | (equal & (equals_before <= spare))
         places = (counts >> 16) + tl.minimum(equals_before, spare) - 1
@@ -62,9 +77,9 @@ def place(key, present, wanted):
 
 
 @triton.jit
-def _count(condition):
-    """How many of [C, L, E]."""
-    return tl.sum(tl.sum(tl.sum(condition.to(tl.int32), 2), 0), 0)
+def _sum(x):
+    """Of all of [C, L, E]."""
+    return tl.sum(tl.sum(tl.sum(x, 2), 0), 0)
 
 
 @triton.jit

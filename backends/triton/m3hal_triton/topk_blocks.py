@@ -128,7 +128,8 @@ def _choose_row(
             tl.extra.cuda.gdc_launch_dependents()
     score = tl.load(at) if WHOLE else tl.load(at, mask=present, other=0.0)
     forced = present & ((block < INIT) | (block >= visible - LOCAL))
-    position = place(order_key(score, forced, present), visible, tl.minimum(visible, TOPK))
+    wanted = tl.minimum(visible, TOPK)
+    position = place(order_key(score, forced, present), visible, wanted, tl.minimum(visible, INIT + LOCAL))
     row = out + token * out_strides[0] + head * out_strides[1]
     at = row + position * out_strides[2]
     if NATIVE:  # a masked store of Triton's exchanges everything through shared memory first
