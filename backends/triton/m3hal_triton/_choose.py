@@ -40,11 +40,10 @@ def place(key, present, wanted, forced):
     largest = tl.max(tl.max(tl.where(key == FORCED, ABSENT, key), 2), 0)
     high = tl.where(forced < wanted, tl.max(largest, 0), FORCED) + 1  # fewer than wanted reach it
     low = tl.min(tl.min(tl.min(tl.where(key == ABSENT, NO_LIMIT, key), 2), 0), 0)  # all that are present reach it
-    if WARPS > 1:
-        if wanted - forced <= 2 * WARPS:  # two of each warp reach the least of the warps' second largest
-            by_warp = tl.reshape(largest, (WARPS, 32))
-            second = tl.max(tl.where(by_warp < tl.max(by_warp, 1)[:, None], by_warp, ABSENT), 1)
-            low = tl.maximum(low, tl.min(second, 0))
+    if WARPS > 1:  # two of each warp reach the least of the warps' second largest
+        by_warp = tl.reshape(largest, (WARPS, 32))
+        second = tl.max(tl.where(by_warp < tl.max(by_warp, 1)[:, None], by_warp, ABSENT), 1)
+        low = tl.where(wanted - forced <= 2 * WARPS, tl.maximum(low, tl.min(second, 0)), low)
     reached = present
     while (reached > wanted) & (low < high - 1):
         middle = (low & high) + ((low ^ high) >> 1)
