@@ -167,8 +167,11 @@ def check_writable(options: argparse.Namespace, *named: str) -> None:
             raise ConfigurationError(f"--{option} takes a file, and {asked!r} is a folder.")
         if not os.path.isdir(folder):
             raise ConfigurationError(f"--{option} {asked}: there is no folder {folder}; make it first.")
-        if not os.access(asked if os.path.exists(asked) else folder, os.W_OK):
+        if os.path.exists(asked) and not os.access(asked, os.W_OK):
             raise ConfigurationError(f"--{option} {asked} can't be written; you lack the permission.")
+        beside = os.path.dirname(os.path.realpath(asked))  # where it is written before it is renamed
+        if (os.path.isfile(asked) or not os.path.exists(asked)) and not os.access(beside, os.W_OK):
+            raise ConfigurationError(f"--{option} {asked} can't be written: you lack the permission for {beside}.")
 
 
 def _write(options: argparse.Namespace, claim: dict[str, object], results: Sequence[Result]) -> None:

@@ -276,6 +276,16 @@ def test_a_sentence_at_the_end_is_no_fault_of_a_backend(package, tmp_path, monke
     assert "A backend may have ended it" not in ended.stderr
 
 
+def test_a_suite_that_is_killed_before_it_begins_is_a_failure(package, tmp_path):
+    """As by a kernel that has no memory left: exit code 1 and a sentence, as it can't have said why."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\nif '_M3HAL_CONFORM_DIARY' in os.environ: os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = package(RIGHT, ["inner/*.py"])
+    assert ended.returncode == 1
+    assert "the suite's process ended: signal SIGKILL." in ended.stderr
+
+
 def test_an_exit_after_the_run_changes_nothing(package):
     """The code is the one that the suite wrote down."""
     ended = package(

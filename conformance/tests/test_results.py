@@ -443,6 +443,18 @@ def test_a_trait_required_twice_is_required_once(tmp_path):
     assert json.loads(path.read_text())["require"] == ["batch_invariant"]
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(exists, monkeypatch, capsys, tmp_path):
+    """Also for a file that could be: it is written beside itself first, so that it is there whole or not at all."""
+    monkeypatch.setattr("m3hal_conformance.jobs.run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    if exists:
+        (tmp_path / "claim.json").write_text("{}")
+    ask = ["conform", "--backend", "reference", "--case", "rms_norm/no_token"]
+    assert main([*ask, "--json", str(tmp_path / "claim.json")]) == 2
+    assert f"claim.json can't be written: you lack the permission for {tmp_path}." in capsys.readouterr().err
+
+
 def test_table_outlives_a_file_that_cannot_be_written(capsys, monkeypatch, tmp_path):
     """What a long run found is on the terminal even when the disk is full."""
     full = OSError(28, "No space left on device")

@@ -43,7 +43,7 @@ def supervised(argv: Sequence[str]) -> int:
         return int(last[-1].removeprefix(_END))
     if status in (-signal.SIGINT, *(-number for number in _STOPS)):
         return 128 - status  # stopped from outside, as a shell tells it
-    if status != 0 and not last:
+    if status > 0 and not last:
         return status  # it ended before the suite began, and said why
     where = f" while it asked {last[-1]}" if last else ""
     print(
