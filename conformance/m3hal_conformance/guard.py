@@ -49,7 +49,8 @@ class Slab:
 
     view: the tensor, with the given shape and strides. which: 0 or 1, the poison. offset: of the tensor in its own
     storage; the view's address is off a multiple of 16 elements by as much, so that a view that starts off an even
-    address still does. source: what the view holds from the start, of its shape and dtype, on any device.
+    address still does. source: what the view holds from the start, of its shape and dtype, on any device. further: by
+    how many times the least band the view lies deeper in the slab, aligned as it was.
 
     What is asked of it is answered from the device's memory, or after :func:`fetch` from the copy that it made.
     """
@@ -63,13 +64,14 @@ class Slab:
         which: int = 0,
         offset: int = 0,
         source: Tensor | None = None,
+        further: int = 0,
     ) -> None:
         if any(step < 0 for step in stride):
             raise ValueError("torch has no negative strides")
         self._poison = _POISON[dtype][which]
         extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
         band = max(BAND, BAND_BYTES // dtype.itemsize)
-        self._band = band + offset % 16
+        self._band = band * (1 + further) + offset % 16
         size = self._band + extent + band
         size += -size % (_ROUND // dtype.itemsize)
         self.is_small = size * dtype.itemsize <= _SMALL

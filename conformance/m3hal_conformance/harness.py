@@ -104,7 +104,7 @@ class Harness:
         made = [self.operator.fake(*own.values(), **self._statics) for own in by_rank(inputs)]
         return made[0] if len(made) == 1 else PerRank(made)
 
-    def carve(self, inputs: Mapping[str, Any], which: int, *, is_guarded: bool = True) -> Carved:
+    def carve(self, inputs: Mapping[str, Any], which: int, *, is_guarded: bool = True, further: int = 0) -> Carved:
         slabs: dict[int, Slab] = {}
 
         def keep(slab: Slab) -> Tensor:
@@ -117,7 +117,7 @@ class Harness:
                 bits(plain).copy_(bits(tensor))
                 return plain
             offset = int(tensor.storage_offset())
-            return keep(Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which, offset, tensor))
+            return keep(Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which, offset, tensor, further))
 
         def empty(tensor: Tensor) -> Tensor:
             return keep(Slab(tensor.shape, tensor.stride(), tensor.dtype, self.device, which))
@@ -136,14 +136,18 @@ class Harness:
         )
 
     def carve_elsewhere(self, inputs: Mapping[str, Any]) -> Carved:
-        """As :meth:`carve`, in memory where no call so far found an input: allocators hand out again what was freed."""
-        held: list[Carved] = []
+        """As :meth:`carve`, with no input where one began in any call so far: allocators hand out again what was freed.
+
+        Nothing is held meanwhile, as experts may fill half of a device.
+        """
+        further = 0
         while True:
             before = set(self._met)
-            held.append(self.carve(inputs, 0))
-            own = {name: value for name, value in held[-1].inputs.items() if name not in self.lazy}
-            if before.isdisjoint(_addresses(own)):
-                return held[-1]
+            carved = self.carve(inputs, 0, further=further)
+            if before.isdisjoint(_addresses({n: v for n, v in carved.inputs.items() if n not in self.lazy})):
+                return carved
+            del carved
+            further += 1
 
     def run(self, carved: Carved) -> Any:
         """Plans the batch, packs the weights, runs."""
