@@ -91,7 +91,7 @@ def down(
     slot = tl.arange(0, WARPS) // ALONG
     expert, weight, whose = chosen(ids, id_strides, weights, weight_strides, token, slot, SLOTS, SHARED)
     n = tile * BN + tl.arange(0, BN)
-    factor = tl.load(matrix[5] + (whose * rows)[:, None] + n[None, :])
+    factor = tl.load(matrix[5] + (whose * rows)[:, None] + n[None, :]) * (weight * LOWER)[:, None]
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     mine = hidden + (token * SLOTS + tl.minimum(slot, SLOTS - 1)) * inner
@@ -99,6 +99,6 @@ def down(
         matrix, whose[None, :, None, None], tile * BN + slot * 0, mine[None, :, None, None, None], size, rows,
         BN, WARPS, ALONG, FORMAT, NATIVE, EARLY,
     )  # fmt: skip
-    sums = tl.where((expert >= 0)[:, None], sums * (factor * (weight * LOWER)[:, None]), 0.0)
+    sums = tl.where((expert >= 0)[:, None], sums * factor, 0.0)
     at = out + token * out_strides[0] + n * out_strides[1]
     tl.store(at, tl.sum(sums, 0).to(out.dtype.element_ty))

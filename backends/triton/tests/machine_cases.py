@@ -71,6 +71,9 @@ SPILLS: dict[tuple[str, str], dict[str, int]] = {
     ("attend", "sparse verify fp8"): {"sm_90": 72, "sm_100": 240, "sm_103": 240},
     ("attend", "sparse verify nvfp4"): {"sm_90": 8, "sm_100": 344, "sm_103": 344},
     ("attend_fp8_by_warps", "sparse decode 1 fp8"): {"sm_90": 8},
+    # registers for three programs of eight warps a multiprocessor
+    ("down", "experts 1 nvfp4"): {"sm_90": 16},
+    ("down", "experts 1 mxfp4"): {"sm_90": 24},
     # registers for two programs a multiprocessor, which is what makes it quick; inside the loop few are touched
     ("attend_union", "sparse prefill bf16"): {"sm_90": 184},
     ("attend_union", "sparse prefill fp8"): {"sm_90": 176},
