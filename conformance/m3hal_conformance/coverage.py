@@ -178,7 +178,7 @@ def _unmet(runner: Runner, cases: Sequence[Case], results: Sequence[Result]) -> 
             if found.manifest is not None and found.name in runner.backend.split(","):
                 for operator, impls in found.manifest.operators.items():
                     for impl in impls if isinstance(impls, tuple) else ():
-                        if not isinstance(impl, Impl):
+                        if not isinstance(impl, Impl) or not isinstance(impl.name, str):
                             continue
                         listed[f"{operator} {impl.name or impl.path}"] = operator
         break

@@ -43,6 +43,8 @@ def problem_of(manifest: Any) -> str | None:
         return f"it has no {missing[0]}; it was not made by m3hal.Manifest(...)"
     if not isinstance(manifest.name, str) or not _NAME.fullmatch(manifest.name):
         return f"its name {manifest.name!r} must be lower-case letters, digits, '-' and '_'"
+    if not isinstance(manifest.vendor, str):
+        return f"its vendor is a {type(manifest.vendor).__name__}; it must be a name"
     if not isinstance(manifest.operators, _MAPPINGS):
         return "its operators must map an operator's name to a tuple of Impl"
     if not _is_texts(manifest.devices) or not manifest.devices:
@@ -102,6 +104,9 @@ def problem_of_impl(impl: Any, operator: ops.Operator) -> str | None:
         return "its calls must be a tuple of m3hal.Symbol; a tuple of one is written (symbol,)"
     if operator.group == "cache" and not impl.layouts:
         return "it works on a KV cache and must declare the layouts it reads and writes, e.g. layouts=('hnd',)"
+    for name, flag in (("traceable", impl.traceable), ("zero_tokens", impl.zero_tokens)):
+        if not isinstance(flag, bool):
+            return f"its {name} is a {type(flag).__name__}; it must be True or False"
     if impl.views not in ("strided", "rows", "contiguous"):
         return f"its views {impl.views!r} must be 'strided', 'rows' or 'contiguous'"
     if not isinstance(impl.alignment, int) or impl.alignment < 1:

@@ -133,7 +133,8 @@ def candidates(
             if isinstance(made, Candidate):
                 good.append(made)
             else:
-                label = str(getattr(impl, "name", "") or getattr(impl, "path", "")).rpartition(":")[2]
+                names = (getattr(impl, part, None) for part in ("name", "path"))
+                label = next((name for name in names if type(name) is str and name), "").rpartition(":")[2]
                 bad.append(Verdict("manifest", False, made, found.name, found.distribution, name, "", label))
     return good, bad
 
@@ -142,7 +143,9 @@ def _candidate(
     found: Found, operator: ops.Operator, impl: Impl, levels: Mapping[str, str], seen: dict[tuple[str, str], str]
 ) -> Candidate | str:
     """The implementation, or what its entry in the manifest got wrong."""
-    problem = problem_of_impl(impl, operator)
+    problem = attempt(problem_of_impl, impl, operator)
+    if isinstance(problem, Failure):
+        return f"looking at its entry {problem.reason}"
     if problem:
         return problem
     try:

@@ -16,6 +16,7 @@ GOOD = {"name": "acme", "vendor": "toy", "api": ">=1,<2", "devices": ("*",), "op
         ({}, None),
         ({"name": "Acme Kernels"}, "lower-case letters"),
         ({"operators": ()}, "must map an operator's name"),
+        ({"vendor": object()}, "its vendor is a object; it must be a name"),
         ({"devices": "cpu"}, "must be a tuple of patterns"),
         ({"devices": ()}, "must be a tuple of patterns"),
         ({"priority": "high"}, "must be a whole number"),

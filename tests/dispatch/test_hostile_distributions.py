@@ -228,10 +228,15 @@ def test_lies_cost_the_implementation_that_tells_them(environment: Any) -> None:
                 from m3hal.dispatch.manifest import *
                 def at(name, **more):
                     return Impl("m3hal_acme.kernels:" + name, **more)
+                class Odd:
+                    def __repr__(self):
+                        raise RuntimeError("no words")
                 MANIFEST = Manifest(
                     name="acme", vendor="toy", api=">=1", devices=("*",),
                     operators={
                         "rms_norm": (at("rms_norm"),),
+                        "kv_read": (at("kv_read", layouts=("hnd",), alignment=Odd()),),
+                        "kv_copy_blocks": (at("kv_copy_blocks", layouts=("hnd",), zero_tokens=Odd()),),
                         "rmsnorm": (at("rms_norm"),),
                         "topk_blocks": (at("topk_blocks", traits={"topk_keybits": "32"}),),
                         "merge_topk": (at("merge_topk", traits={"topk_key_bits": "31"}),),
@@ -262,6 +267,8 @@ def test_lies_cost_the_implementation_that_tells_them(environment: Any) -> None:
     assert "must be tuples" in faults["quantize"]
     assert "names the phase 'warmup'" in faults["dequantize"]
     assert "it is a str, not a m3hal.Impl" in faults["rope_partial"]
+    assert "looking at its entry raised RuntimeError: no words" in faults["kv_read"]
+    assert "its zero_tokens is a Odd; it must be True or False" in faults["kv_copy_blocks"]
 
 
 def test_unreadable_metadata_of_a_stranger(environment: Any) -> None:
