@@ -193,7 +193,6 @@ def attend_block(
     keys,  # _pages.Part
     values,
     k_scale,
-    v_scale,
     order,
     work,
     totals,
@@ -220,7 +219,8 @@ def attend_block(
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One work item: for each entry the sum over the block's keys of exponentials, and of exponentials times values.
+    """One work item: for each entry the sum over the block's keys of exponentials, and of exponentials times values
+    without their global factor.
 
     Both over exp2 of a number that is stored beside the first, see :func:`_paired`. They lie [kv
     head, token, slot, query head of the group]: an entry's are neighbours. A program keeps the whole block when KEYS is
@@ -243,7 +243,6 @@ def attend_block(
     dim = tl.arange(0, DIM)
     head = group * GROUP + row % GROUP
     scale = scale * factor(k_scale, FORMAT)
-    value_factor = factor(v_scale, FORMAT)
     partial += group.to(tl.int64) * tokens * (IDS * GROUP * DIM)
     sums += group.to(tl.int64) * tokens * (IDS * GROUP)
     whole: tl.constexpr = (KEYS == BLOCK) and (PAGE >= BLOCK)
@@ -254,27 +253,26 @@ def attend_block(
             NATIVE,
         )  # fmt: skip
 
-    # queries are fetched one tile ahead and entries two: the gather hides behind the products
-    of_tile = row // GROUP
-    real = row < QUERIES * GROUP
-    order = order.to(tl.pointer_type(tl.uint32))  # whose quotients are cheaper
-    entry_next = tl.load(order + start + of_tile, mask=real & (of_tile < n), other=0)
+    # queries are fetched one tile ahead and entries two: the gather hides behind the products. What is masked stays
+    # unset: it reaches no row that is stored
+    of_tile = tl.where(row < QUERIES * GROUP, row // GROUP, 1 << 30)
+    order = order.to(tl.pointer_type(tl.uint32)) + start + of_tile  # quotients of unsigned numbers are cheaper
+    live_next = of_tile < n
+    entry_next = tl.load(order, mask=live_next)
     token_next = first_token + (entry_next // IDS).to(tl.int64)
-    live_next = real & (of_tile < n)
     at_q = q + token_next[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
-    queries_next = tl.load(at_q, mask=live_next[:, None], other=0.0)
-    entry_after = tl.load(order + start + QUERIES + of_tile, mask=real & (QUERIES + of_tile < n), other=0)
+    queries_next = tl.load(at_q, mask=live_next[:, None])
+    entry_after = tl.load(order + QUERIES, mask=of_tile < n - QUERIES)
     for done in tl.range(0, n, QUERIES, num_stages=1):
         entry, live, queries = entry_next, live_next, queries_next
         if whole:
             scores = tl.dot(queries, k_tile, input_precision=PRECISION)
         entry_next = entry_after
-        live_next = real & (done + QUERIES + of_tile < n)
+        live_next = of_tile < n - done - QUERIES
         token_next = first_token + (entry_next // IDS).to(tl.int64)
         at_q = q + token_next[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
-        queries_next = tl.load(at_q, mask=live_next[:, None], other=0.0)
-        far = done + 2 * QUERIES + of_tile
-        entry_after = tl.load(order + start + far, mask=real & (far < n), other=0)
+        queries_next = tl.load(at_q, mask=live_next[:, None])
+        entry_after = tl.load(order + done + 2 * QUERIES, mask=of_tile < n - done - 2 * QUERIES)
         if whole:
             if edge:
                 scores = tl.where(key[None, :] <= ((entry // IDS).to(tl.int32) + shift)[:, None], scores, float("-inf"))
@@ -311,25 +309,30 @@ def attend_block(
         out_row = (entry * GROUP).to(tl.int32) + row % GROUP
         to = partial + out_row[:, None] * DIM + dim[None, :]
         if partial.dtype.element_ty == tl.float16:
-            top, total, acc = _lowered(top, total, acc, value_factor)
-        else:
-            acc = acc * value_factor
+            top, total, acc = _lowered(top, total, acc, BLOCK, FORMAT)
         tl.store(to, acc.to(partial.dtype.element_ty), mask=live[:, None])
         tl.store(sums + out_row, _paired(top, total), mask=live)
 
 
 @triton.jit
-def _lowered(top, total, acc, value_factor):
-    """The same as exp2(top) * (total, acc), where the largest of a row of acc * value_factor lies below 2**15.
+def _lowered(top, total, acc, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """The same as exp2(top) * (total, acc), with a whole number for top, and the largest of a row of acc below 2**15.
 
     Powers from 2**-109 on, so that total stays a number; fp16 has all its bits down to 2**-29 of the largest. An
-    infinity hides a row's largest number: the others are over 2**4 then.
+    infinity hides a row's largest number: the others are over 2**4 then. Whole numbers are not rounded when they meet.
+    Codes are 2**-9 at least and have a largest, of which fp16 holds all sums.
     """
-    largest = tl.max(tl.abs(acc), 1) * value_factor
+    if FORMAT == "fp8_e4m3":
+        largest = tl.full(top.shape, 448.0 * BLOCK, tl.float32)
+    elif FORMAT == "nvfp4":
+        largest = tl.full(top.shape, 2 * 6 * 448.0 * BLOCK, tl.float32)  # twice, see factor
+    else:
+        largest = tl.max(tl.abs(acc), 1)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     exponent = tl.where(exponent == 255, 145, tl.maximum(exponent, 32))
-    lower = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    return top + (exponent - 141).to(tl.float32), total * lower, acc * (lower * value_factor)[:, None]
+    above = tl.ceil(top)
+    lower = ((268 - exponent) << 23).to(tl.float32, bitcast=True) * tl.exp2(top - above)
+    return above + (exponent - 141).to(tl.float32), total * lower, acc * lower[:, None]
 
 
 @triton.jit
@@ -344,6 +347,7 @@ def merge(
     partial,
     sums,
     ranks,
+    v_scale,
     out,
     lse,
     first_token,
@@ -357,6 +361,7 @@ def merge(
     IDS: tl.constexpr,
     IDS_PADDED: tl.constexpr,
     DIM: tl.constexpr,
+    FORMAT: tl.constexpr,
     LSE: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr,
 ):
@@ -369,6 +374,7 @@ def merge(
     rank = tl.load(ranks + (local * GROUPS + first_head // GROUP) * IDS + slot, mask=slot < IDS, other=-1)
     if tl.min(rank, 0) == -2:
         return  # written where the blocks were walked
+    value_factor = factor(v_scale, FORMAT)
     for which in tl.static_range(HEADS_AT_ONCE):
         head = first_head + which
         row = ((head // GROUP * tokens + local) * IDS + slot) * GROUP + head % GROUP
@@ -382,7 +388,7 @@ def merge(
         weight = tl.exp2(top - base)
         total = tl.sum(bits.to(tl.float32, bitcast=True) * weight, 0)
         empty = total == 0
-        result = tl.sum(part.to(tl.float32) * weight[:, None], 0) / tl.where(empty, 1.0, total)
+        result = tl.sum(part.to(tl.float32) * weight[:, None], 0) * (value_factor / tl.where(empty, 1.0, total))
         at = out + token * out_strides[0] + head * out_strides[1] + dim * out_strides[2]
         tl.store(at, result.to(out.dtype.element_ty))
         if LSE:
