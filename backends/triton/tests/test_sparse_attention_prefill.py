@@ -125,6 +125,27 @@ def test_one_value_without_a_number(value):
     assert worst_row(out[..., there], exact[..., there]) <= BOUND[torch.bfloat16]
 
 
+@pytest.mark.parametrize(
+    ("format", "size"), [("fp8_e4m3", 2.0**-9), ("fp8_e4m3", 448.0), ("nvfp4", 6 * 2.0**-9), ("nvfp4", 6 * 448.0)]
+)
+def test_the_smallest_and_the_largest_codes(format, size):
+    """Of blocks of either the parts are held by the one power of two that all rows of a format share."""
+    site = sparse_site(torch.bfloat16, kv_format=format)
+    batch = Batch(site, [(12, 64)], torch.bfloat16, layout="hnd" if format == "fp8_e4m3" else "msa_slot")
+    q, kv = batch.queries(site.num_q_heads, site.head_dim), batch.cache(2, site.head_dim, True, format=format)
+    k, signs = batch.randn(64, 2, site.head_dim), batch.randn(64, 2, site.head_dim).sign()
+    values = (signs * (1 + (batch.randn(64, 2, site.head_dim) > 0)) / 2 * size * kv.v_scale).bfloat16()
+    position = torch.arange(64, device=q.device)
+    slots = batch.table.to(q.device)[0, position // site.page_size].long() * site.page_size + position % site.page_size
+    load("kv_write").reference(kv, k, values, slots)
+    ids = batch.block_ids(2)
+    kernel = sparse_attention(site)
+    out = kernel.run(q, kv, ids, plan(kernel, batch.meta), workspace=workspace(kernel))
+    exact = OPERATOR.reference(q.double(), double(kv), ids, batch.meta, **OPERATOR.static_values(site))
+    assert exact.abs().amax() > 0.4 * size * kv.v_scale
+    assert worst_row(out, exact) <= BOUND[torch.bfloat16]
+
+
 def test_pieces_and_sorts_agree(monkeypatch):
     """Small workspaces, small counters and small work items change no bit."""
     site = sparse_site(torch.bfloat16)
