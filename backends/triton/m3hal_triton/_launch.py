@@ -46,6 +46,11 @@ def programmatic(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def launched_early(device: torch.device) -> bool:
+    """The same, of a kernel in code that torch.compile may trace: what it makes of a launch has no such option."""
+    return not torch.compiler.is_compiling() and programmatic(device)
+
+
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Whether registers are what limits the programs that share a multiprocessor: sums are held in them."""

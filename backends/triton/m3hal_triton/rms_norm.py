@@ -10,10 +10,10 @@ import triton.language as tl
 
 from m3hal.ops import load
 from m3hal.shape import Site
-from m3hal_triton._launch import power_of_two_above
+from m3hal_triton._launch import after, common_power_of_two, launched_early, power_of_two_above, power_of_two_below
 
-#: of a program, which is a row
-MOST_WARPS = 8
+#: of a program, which is a row: columns of each warp at least, and parts that leave no lane idle at most
+COLUMNS_PER_WARP, MOST_WARPS, MOST_PARTS = 384, 16, 4
 #: looked up here: torch.compile looks into the callables, and can't follow a lookup
 _FAKE, _ADD_FAKE = load("rms_norm").fake, load("add_rms_norm").fake
 
@@ -60,7 +60,9 @@ def _launch(
     if not x.numel():
         return
     rows = [t.view(-1, width) if t.is_contiguous() else t.flatten(0, -2) for t in (x, residual, out, residual_out)]
-    padded = power_of_two_above(width)
+    padded, early = common_power_of_two(width), launched_early(x.device)
+    if width > MOST_PARTS * padded:
+        padded = power_of_two_above(width)
     _rows[(rows[0].shape[0],)](
         *rows,
         weight,
@@ -71,8 +73,11 @@ def _launch(
         site.weight_offset,
         width,
         PADDED=padded,
+        PARTS=-(-width // padded),
         ADD=add,
-        num_warps=max(1, min(MOST_WARPS, padded // 512)),
+        EARLY=early,
+        num_warps=min(MOST_WARPS, power_of_two_below(width // COLUMNS_PER_WARP)),
+        **after(early),
     )
 
 
@@ -96,20 +101,32 @@ def _rows(
     offset,
     width,
     PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, PADDED)
-    inside = column < width
-    # the weight comes while the row does, not after its sum
-    gain = tl.load(weight + column * weight_column, mask=inside, other=0.0)
-    value = tl.load(x + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        value += tl.load(residual + row * residual_row + column * residual_column, mask=inside, other=0.0).to(
-            tl.float32
-        )
-        target = residual_out + row * residual_out_row + column * residual_out_column
-        tl.store(target, value.to(residual_out.dtype.element_ty), mask=inside)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    result = value * scale * (offset + gain.to(tl.float32))
-    tl.store(out + row * out_row + column * out_column, result.to(out.dtype.element_ty), mask=inside)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    values, gains, squares = (), (), tl.zeros((PADDED,), tl.float32)
+    for part in tl.static_range(PARTS):
+        column = part * PADDED + tl.arange(0, PADDED)
+        inside = column < width
+        # the weight comes while the row does, not after its sum
+        gains += (tl.load(weight + column * weight_column, mask=inside, other=0.0),)
+        value = tl.load(x + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            at = residual + row * residual_row + column * residual_column
+            value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        values += (value,)
+        squares += value * value
+    scale = tl.rsqrt(tl.sum(squares, 0) / width + eps)
+    for part in tl.static_range(PARTS):
+        column = part * PADDED + tl.arange(0, PADDED)
+        inside = column < width
+        if ADD:
+            at = residual_out + row * residual_out_row + column * residual_out_column
+            tl.store(at, values[part].to(residual_out.dtype.element_ty), mask=inside)
+        result = values[part] * scale * (offset + gains[part].to(tl.float32))
+        tl.store(out + row * out_row + column * out_column, result.to(out.dtype.element_ty), mask=inside)

@@ -29,9 +29,9 @@ def _randn(*shape, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(3, 48), (2, 3, 128), (0, 48)])
+@pytest.mark.parametrize("shape", [(3, 48), (2, 3, 128), (2, 40), (0, 48)])
 def test_rms_norm(dtype, shape):
-    """Rows of any width, one of zeros, one with a NaN, in a strided view."""
+    """Rows in parts, whole and filled up, one of zeros, one with a NaN, in a strided view."""
     op, site = load("rms_norm"), sparse_site(dtype)
     x, weight = _randn(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2], _randn(shape[-1], dtype=dtype)
     if shape[0]:

@@ -27,7 +27,7 @@ def test_no_tile_is_copied_before_the_wait(entries, kernel):
     assert 0 < entry["waits"] < entry["copies"]
 
 
-@pytest.mark.parametrize("kernel", ["up"])
+@pytest.mark.parametrize("kernel", ["_rows", "_activate_tile", "up"])
 def test_what_is_read_and_launched_after_the_wait(entries, kernel):
     """The next kernel may take what was there before this one had begun for complete, as the experts' w2 takes ids."""
     entry = entries[kernel]
