@@ -33,6 +33,15 @@ def launch_next():
 
 
 @gluon.jit
+def touch(pointer, lane):
+    """Has the arguments' part that holds this one brought, which takes as long as any memory when it is first used."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+        [pointer + lane * 0, lane], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def ask(rows, row, column, arrived, tiles, slot, there, BYTES: gl.constexpr):
     """Begins to copy a tile of BYTES bytes whose first element is at a row and column of a descriptor."""
     mbarrier.expect(arrived.index(slot), BYTES, there)

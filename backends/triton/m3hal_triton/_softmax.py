@@ -116,6 +116,7 @@ def merge_splits(
     LSE: tl.constexpr,
     EARLY: tl.constexpr,  # launched before the kernel that it waits for has ended, and lets the next one be too
     LOOSE: tl.constexpr = True,  # a token without a request has no parts
+    DIVIDED: tl.constexpr = True,  # else parts are sums; partial_lse holds largest scores, behind them weights' sums
 ):
     """One row of the result: a token's head, over its splits. A token without a request gets zeros."""
     token = tl.program_id(0).to(tl.int64)
@@ -132,12 +133,17 @@ def merge_splits(
         values = tl.load(partial + part[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0)
     else:
         base2 = tl.load(partial_lse + part)
+        amount = 1.0
+        if not DIVIDED:
+            amount = tl.load(partial_lse + tl.num_programs(0) * heads * SPLITS + part)
         values = tl.load(partial + part[:, None] * DIM + dim[None, :])
     top = tl.max(base2, 0)
     weight = tl.exp2(base2 - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weight, 0)
+    total = tl.sum(weight, 0) if DIVIDED else tl.sum(weight * amount, 0)
     empty = total == 0
     result = tl.sum(values * weight[:, None], 0) / tl.where(empty, 1.0, total)
+    if not DIVIDED:
+        result = tl.where(empty, 0.0, result)
     at = out + token * out_strides[0] + head * out_strides[1] + dim * out_strides[2]
     tl.store(at, result.to(out.dtype.element_ty))
     if LSE:

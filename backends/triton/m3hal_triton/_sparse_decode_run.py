@@ -88,7 +88,7 @@ class Decode:
     def _partial_bytes(self) -> int:
         """Bytes of the partial results: a batch is split only while its splits are at most MAX_SPLIT_PROGRAMS."""
         rows = MAX_SPLIT_PROGRAMS * MAX_QUERY_TILE * self._group
-        return 4 * min(rows, self._site.max_tokens * self._site.num_q_heads * MAX_SPLITS) * (self._site.head_dim + 1)
+        return 4 * min(rows, self._site.max_tokens * self._site.num_q_heads * MAX_SPLITS) * (self._site.head_dim + 2)
 
     def again(self, q, kv, block_ids, batch, output, lse, workspace) -> bool:  # type: ignore[no-untyped-def]
         """Launches what the last call over this plan did, if it is the same but for addresses."""
@@ -192,6 +192,8 @@ class Decode:
             return False
         if site.block_size % KEYS.value or site.page_size % site.block_size or kv.buf.data_ptr() % 16:
             return False
+        if site.scale <= 0:  # the largest score is looked for before it is scaled
+            return False
         return _pages.are_pairs(kv)
 
     def _decode_by_tiles(  # type: ignore[no-untyped-def]
@@ -212,7 +214,7 @@ class Decode:
             constants["TILES"] = min(most_tiles, -(-site.top_k_blocks * site.block_size // (KEYS.value * splits)))
             self._settings[key] = Settings(constants, num_warps=WARPS.value, **after(True))
         made = _attend_tiles((splits, site.num_kv_heads, tokens), tensors, numbers, self._settings[key])
-        launches = made.again(0, 1, 2, 8), self._merge(splits, False, words, batch, output, lse, True)
+        launches = made.again(0, 1, 2, 8), self._merge(splits, False, words, batch, output, lse, True, divided=False)
         again = self in batch.calls  # else the next launch is another: the plan is complete then
         batch.keep(self, workspace, _key(q, kv, block_ids, output, lse) if again else None, launches)
 
@@ -302,11 +304,14 @@ class Decode:
             kept = self._scratch = workspace, workspace.view(torch.float32)
         return kept[1]
 
-    def _merge(self, splits, loose, words, batch, output, lse, early) -> Again | None:  # type: ignore[no-untyped-def]
+    def _merge(  # type: ignore[no-untyped-def]
+        self, splits, loose, words, batch, output, lse, early, divided=True
+    ) -> Again | None:
         site, heads = self._site, self._site.num_q_heads
-        key = "merge", splits, loose, early
+        key = "merge", splits, loose, early, divided
         if key not in self._settings:
-            constants = {"DIM": site.head_dim, "SPLITS": splits, "LSE": site.return_lse, "EARLY": early, "LOOSE": loose}
+            constants = {"DIM": site.head_dim, "SPLITS": splits, "LSE": site.return_lse, "EARLY": early}
+            constants |= {"LOOSE": loose, "DIVIDED": divided}
             self._settings[key] = Settings(constants, num_warps=1, **after(early))
         parts = Tail(words, output.shape[0] * heads * splits * site.head_dim)
         numbers = (heads, output.stride(), *lse.stride()[:2])

@@ -2,7 +2,8 @@
 
 What takes its time is a chain of latencies, so it is short: the table is read while the kernel ahead runs, tiles are
 copied by the unit for them, and a product has 64 rows of which 16 matter, because then a row of scores belongs to four
-lanes and warps exchange nothing. Rows past the 16 hold whatever shared memory held, and are not stored.
+lanes and warps exchange nothing. Rows past the 16 hold whatever shared memory held, and are not stored. A part is one
+tile or a few, so what is done once a part counts as much as what is done once a tile: sums are stored as they are.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from m3hal_triton._hopper import all_warps, ask, launch_next, wait
+from m3hal_triton._hopper import all_warps, ask, launch_next, touch, wait
 
 #: rows of a product, those that matter at most, keys of a tile, and their numbers
 ROWS, LIVE, KEYS, DIM = gl.constexpr(64), gl.constexpr(16), gl.constexpr(64), gl.constexpr(128)
@@ -23,7 +24,7 @@ WIDE = gl.constexpr(512)
 
 #: arguments whose values and addresses make no other kernel
 _NUMBERS = ["requests", "table_width", "id_token", "id_head", "id_slot", "table_row", "table_slot"]
-_ARRAYS = ["cache", "rows", "block_ids", "request_of", "position_of", "block_table", "partial_lse"]
+_ARRAYS = ["cache", "rows", "block_ids", "request_of", "position_of", "block_table", "partial_top"]
 
 
 @gluon.jit
@@ -57,7 +58,7 @@ def attend_tiles(
     position_of,
     block_table,
     partial,
-    partial_lse,
+    partial_top,  # largest scores, and behind them sums of weights
     rows,  # a descriptor of the cache as rows of a key and a value each
     scale,  # includes log2(e)
     places,  # rows from a page, and from a head, to the next; columns of keys and of values
@@ -103,6 +104,7 @@ def attend_tiles(
     entry = gl.arange(0, WIDE, layout=gl.BlockedLayout([WIDE // (LANES * WARPS)], [LANES], [WARPS], [0]))
     known = (entry < table_width) & (work < requests)
     near = gl.load(block_table + token * table_row + entry * table_slot, mask=known, other=0)
+    touch(partial, lane)
     if KNOWN:
         wait()
     at_ids = block_ids + token * id_token + group * id_head + lane * id_slot
@@ -145,14 +147,18 @@ def attend_tiles(
         shown = newest + 1 - _of_step(step, rank, ids * BLOCK, PARTS)  # keys of the tile that are not hidden
         mbarrier.wait(k_arrived.index(tile), phase)
         scores = warpgroup_mma(queries, k_tiles.index(tile).permute((1, 0)), nothing, use_acc=False)
-        scores = gl.where((within < shown)[None, :], scores * scale, float("-inf"))
+        scores = gl.where((within < shown)[None, :], scores, float("-inf"))
         higher = gl.maximum(top, gl.convert_layout(gl.max(scores, 1), by_row))
-        base = gl.where(higher == float("-inf"), 0.0, higher)
-        shrink = gl.exp2(top - base)
-        weights = gl.exp2(scores - gl.convert_layout(base, gl.SliceLayout(1, s_layout))[:, None])
-        total = total * shrink + gl.convert_layout(gl.sum(weights, 1), by_row)
+        base = gl.where(higher == float("-inf"), 0.0, higher) * scale
+        weights = gl.exp2(scores * scale - gl.convert_layout(base, gl.SliceLayout(1, s_layout))[:, None])
+        more = gl.convert_layout(gl.sum(weights, 1), by_row)
+        if TILES == 1:
+            total = more
+        else:
+            shrink = gl.exp2(top * scale - base)
+            total = total * shrink + more
+            acc = acc * shrink[:, None]
         top = higher
-        acc = acc * shrink[:, None]
         mbarrier.wait(v_arrived.index(tile), phase)
         if shown < KEYS:
             _hide(v_tiles.index(tile), shown)
@@ -168,13 +174,8 @@ def attend_tiles(
             phase ^= 1
     row = gl.arange(0, ROWS, layout=by_row)
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    seen = total > 0
-    odd = total != total
-    result = acc * gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)[:, None]
-    result = gl.where(seen[:, None], result, 0.0)
-    result = gl.where(odd[:, None], float("nan"), result)
-    base2 = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
-    base2 = gl.where(odd, float("nan"), base2)
     part = ((token * gl.num_programs(1) + group) * GROUP + row) * SPLITS + split
-    gl.store(partial + part[:, None] * DIM + dim[None, :], result, mask=(row < GROUP)[:, None])
-    gl.store(partial_lse + part, base2, mask=row < GROUP)
+    partial_total = partial_top + gl.num_programs(2) * gl.num_programs(1) * (GROUP * SPLITS)
+    gl.store(partial + part[:, None] * DIM + dim[None, :], acc, mask=(row < GROUP)[:, None])
+    gl.store(partial_top + part, top * scale, mask=row < GROUP)
+    gl.store(partial_total + part, total, mask=row < GROUP)
