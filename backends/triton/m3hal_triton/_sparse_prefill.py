@@ -186,6 +186,29 @@ def _tiles(
     return k_tile, natural(v_tile, DIM, KEYS, FORMAT)
 
 
+@triton.jit
+def _fetched(q, first_token, token, head, live, q_strides, DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """Queries [ROWS, DIM] of tokens of the piece. PAIRS: as int32 [ROWS, DIM // 2], for :func:`_unpaired`.
+
+    A loop hands int32 on as they are, and takes bf16 apart and puts it together at each turn.
+    """
+    row = (first_token + token.to(tl.int64))[:, None]
+    if PAIRS:
+        of_row = row * (q_strides[0] // 2) + head[:, None] * (q_strides[1] // 2)
+        at = q.to(tl.pointer_type(tl.int32)) + of_row + tl.arange(0, DIM // 2)[None, :]
+    else:
+        of_row = row * q_strides[0] + head[:, None] * q_strides[1]
+        at = q + of_row + tl.arange(0, DIM)[None, :] * q_strides[2]
+    return tl.load(at, mask=live[:, None])
+
+
+@triton.jit
+def _unpaired(pairs, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """bf16 [ROWS, DIM] of int32 [ROWS, DIM // 2]."""
+    even, odd = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+    return tl.reshape(tl.join(even, odd), (ROWS, DIM)).to(tl.bfloat16, bitcast=True)
+
+
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def attend_block(
     q,
@@ -218,6 +241,7 @@ def attend_block(
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,  # whether queries are fetched two elements at a time
 ):
     """One work item: for each entry the sum over the block's keys of exponentials, and of exponentials times values
     without their global factor.
@@ -259,19 +283,17 @@ def attend_block(
     order = order.to(tl.pointer_type(tl.uint32)) + start + of_tile  # quotients of unsigned numbers are cheaper
     live_next = of_tile < n
     entry_next = tl.load(order, mask=live_next)
-    token_next = first_token + (entry_next // IDS).to(tl.int64)
-    at_q = q + token_next[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
-    queries_next = tl.load(at_q, mask=live_next[:, None])
+    queries_next = _fetched(q, first_token, entry_next // IDS, head, live_next, q_strides, DIM, PAIRS)
     entry_after = tl.load(order + QUERIES, mask=of_tile < n - QUERIES)
     for done in tl.range(0, n, QUERIES, num_stages=1):
         entry, live, queries = entry_next, live_next, queries_next
+        if PAIRS:
+            queries = _unpaired(queries, ROWS, DIM)
         if whole:
             scores = tl.dot(queries, k_tile, input_precision=PRECISION)
         entry_next = entry_after
         live_next = of_tile < n - done - QUERIES
-        token_next = first_token + (entry_next // IDS).to(tl.int64)
-        at_q = q + token_next[:, None] * q_strides[0] + head[:, None] * q_strides[1] + dim[None, :] * q_strides[2]
-        queries_next = tl.load(at_q, mask=live_next[:, None])
+        queries_next = _fetched(q, first_token, entry_next // IDS, head, live_next, q_strides, DIM, PAIRS)
         entry_after = tl.load(order + done + 2 * QUERIES, mask=of_tile < n - done - 2 * QUERIES)
         if whole:
             if edge:
@@ -310,7 +332,8 @@ def attend_block(
         to = partial + out_row[:, None] * DIM + dim[None, :]
         if partial.dtype.element_ty == tl.float16:
             top, total, acc = _lowered(top, total, acc, BLOCK, FORMAT)
-        tl.store(to, acc.to(partial.dtype.element_ty), mask=live[:, None])
+        # larger than the cache, and not to displace the keys there
+        tl.store(to, acc.to(partial.dtype.element_ty), mask=live[:, None], eviction_policy="evict_first")
         tl.store(sums + out_row, _paired(top, total), mask=live)
 
 
@@ -319,7 +342,8 @@ def _lowered(top, total, acc, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     """The same as exp2(top) * (total, acc), with a whole number for top, and the largest of a row of acc below 2**15.
 
     Powers from 2**-109 on, so that total stays a number; fp16 has all its bits down to 2**-29 of the largest. An
-    infinity hides a row's largest number: the others are over 2**4 then. Whole numbers are not rounded when they meet.
+    infinity hides a row's largest number: the others are over 2**4 then. Whole numbers are not rounded when they meet,
+    below 2**24: beside larger ones all powers are alike, so that blocks of equal scores keep their shares.
     Codes are 2**-9 at least and have a largest, of which fp16 holds all sums.
     """
     if FORMAT == "fp8_e4m3":
@@ -329,7 +353,7 @@ def _lowered(top, total, acc, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     else:
         largest = tl.max(tl.abs(acc), 1)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.where(exponent == 255, 145, tl.maximum(exponent, 32))
+    exponent = tl.where((exponent == 255) | (tl.abs(top) >= 8388608.0), 145, tl.maximum(exponent, 32))
     above = tl.ceil(top)
     lower = ((268 - exponent) << 23).to(tl.float32, bitcast=True) * tl.exp2(top - above)
     return above + (exponent - 141).to(tl.float32), total * lower, acc * lower[:, None]
@@ -379,7 +403,8 @@ def merge(
         head = first_head + which
         row = ((head // GROUP * tokens + local) * IDS + slot) * GROUP + head % GROUP
         pair = tl.load(sums + row, mask=rank >= 0, other=0)
-        part = tl.load(partial + row[:, None] * DIM + dim[None, :], mask=(rank >= 0)[:, None], other=0.0)
+        at = partial + row[:, None] * DIM + dim[None, :]
+        part = tl.load(at, mask=(rank >= 0)[:, None], other=0.0, eviction_policy="evict_first")
         top = tl.where(rank >= 0, pair.to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
         bits = (pair >> 32).to(tl.int32)
         # a power of two above the largest block's sum

@@ -174,6 +174,7 @@ class Prefill:
             COMPUTE=tl.float32 if self._narrow else tl.bfloat16,
             NATIVE=native(q.device, site.head_dim, site.dtype),
             PRECISION=DOT_PRECISION,
+            PAIRS=not self._narrow and _are_pairs(q),
             num_warps=4 if self._narrow else TUNING.warps,
         )
         heads = min(TUNING.merge_heads, power_of_two_below(group & -group))
@@ -203,6 +204,11 @@ class Prefill:
     def _step_keys(self) -> int:
         keys = NARROW_KEYS if self._narrow else STEP_KEYS[self._site.kv_format]
         return min(keys, common_power_of_two(self._site.block_size, self._site.page_size))
+
+
+def _are_pairs(q: torch.Tensor) -> bool:
+    """Whether the elements of bf16 queries lie in words of 4 bytes, two by two."""
+    return q.stride(2) == 1 and (q.stride(0) | q.stride(1)) % 2 == 0 and q.data_ptr() % 4 == 0
 
 
 class Sort:

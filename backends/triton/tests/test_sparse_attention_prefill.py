@@ -54,6 +54,23 @@ def test_groups_and_pages(dtype, group, page, block):
     _check(site, Batch(site, [(10, 70)], dtype, strided=True))
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (0, 1), (2, 0)])
+def test_queries_lie_anywhere(before, after):
+    """Rows off an even element, and of an odd pitch: the same bits as from rows side by side."""
+    site = sparse_site(torch.bfloat16)
+    batch = Batch(site, [(13, 61), (9, 9)], torch.bfloat16)
+    q, kv, ids = _inputs(site, batch)
+    wide = torch.full((*q.shape[:2], before + q.shape[2] + after), float("nan"), dtype=q.dtype, device=q.device)
+    wide[..., before : before + q.shape[2]] = q
+    kernel = sparse_attention(site)
+    planned, room = plan(kernel, batch.meta), workspace(kernel)
+    moved = kernel.run(wide[..., before : before + q.shape[2]], kv, ids, planned, workspace=room)
+    assert torch.equal(moved, kernel.run(q.contiguous(), kv, ids, planned, workspace=room))
+    turned = q.mT.contiguous().mT
+    assert turned.stride(2) != 1
+    assert torch.equal(moved, kernel.run(turned, kv, ids, planned, workspace=room))
+
+
 def test_padded_requests_alone():
     """Long requests without a key: rows of zeros, as an engine's warm-up asks for."""
     site = sparse_site(torch.bfloat16, return_lse=True)
