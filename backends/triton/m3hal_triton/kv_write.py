@@ -57,7 +57,10 @@ def _vectors(
     dim = tl.arange(0, PADDED)[None, :]
     there = real & (dim < DIM)
     x = tl.load(k + token * k_strides[0] + head * k_strides[1] + dim * k_strides[2], mask=there)
+    scale = _encode.loaded(k_scale)
     if VALUES:
         y = tl.load(v + token * v_strides[0] + head * v_strides[1] + dim * v_strides[2], mask=there)
-        _encode.put(y, slot >= 0, cache, values, slot, head, v_scale, 0, DIM, PAGE, FORMAT, True, NATIVE)
-    _encode.put(x, slot >= 0, cache, keys, slot, head, k_scale, 0, DIM, PAGE, FORMAT, False, NATIVE)
+        by = _encode.divisor(_encode.loaded(v_scale), FORMAT, NATIVE)
+        _encode.put((y,), 0, slot >= 0, cache, values, slot, head, by, DIM, PAGE, FORMAT, True, NATIVE)
+    by = _encode.divisor(scale, FORMAT, NATIVE)
+    _encode.put((x,), 0, slot >= 0, cache, keys, slot, head, by, DIM, PAGE, FORMAT, False, NATIVE)

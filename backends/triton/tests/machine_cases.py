@@ -159,10 +159,10 @@ def _merge(shards: int) -> None:
     merge_topk(site("sparse_attention", "bfloat16"))(scores, scores.int(), torch.empty(8, dtype=torch.int32))
 
 
-def _insert(dtype: str, kv_format: str = "", index_format: str = "") -> None:
+def _insert(dtype: str, kv_format: str = "", index_format: str = "", tokens: int = 8192) -> None:
     from m3hal_triton.qk_norm_rope_insert import qk_norm_rope_insert
 
-    where, kind, tokens = site("sparse_attention", dtype), getattr(torch, dtype), 64
+    where, kind = site("sparse_attention", dtype), getattr(torch, dtype)
     width = (where.num_q_heads + 2 * where.num_kv_heads + where.num_index_heads + 1) * 128
     kv, keys = _cache(kv_format or dtype, where.num_kv_heads, True), _cache(index_format or dtype, 1, False)
     norms = QKNorms(*(torch.empty(128, dtype=kind) for _ in range(4)))
@@ -250,6 +250,10 @@ CASES: dict[str, Callable[[], None]] = {
     "insert fp8": partial(_insert, "bfloat16", "fp8_e4m3", "fp8_e4m3"),
     "insert nvfp4": partial(_insert, "bfloat16", "nvfp4", "nvfp4"),
     "insert mxfp4 index": partial(_insert, "bfloat16", "nvfp4", "mxfp4"),
+    "insert one bf16": partial(_insert, "bfloat16", tokens=1),
+    "insert one fp8": partial(_insert, "bfloat16", "fp8_e4m3", "fp8_e4m3", tokens=1),
+    "insert one nvfp4": partial(_insert, "bfloat16", "nvfp4", "nvfp4", tokens=1),
+    "insert one mxfp4 index": partial(_insert, "bfloat16", "nvfp4", "mxfp4", tokens=1),
     "write bf16": partial(_write, "bfloat16"),
     "write fp8": partial(_write, "fp8_e4m3"),
     "write nvfp4": partial(_write, "nvfp4"),

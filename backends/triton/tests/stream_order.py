@@ -37,7 +37,7 @@ def layers(operator: str) -> None:
 
 
 #: cases whose kernels, but for those that know their experts before they wait, read nothing before it
-ROWS = ("rows bf16", "experts 1 bf16")
+ROWS = ("rows bf16", "experts 1 bf16", "insert bf16", "insert one nvfp4")
 
 
 def main() -> None:
@@ -45,7 +45,8 @@ def main() -> None:
         for (_, kernel, _), (made, options) in machine_code.sources("sm_90", case).items():
             ptx = triton.compile(made, target=machine_code.TARGETS["sm_90"], options=options).asm["ptx"]
             places = {"waits": "griddepcontrol.wait", "next": "griddepcontrol.launch_dependents", "loads": "ld.global"}
-            print(json.dumps({"kernel": kernel, **{k: ptx.find(text) for k, text in places.items()}}), flush=True)
+            told = {"kernel": kernel, "case": case} | {k: ptx.find(text) for k, text in places.items()}
+            print(json.dumps(told), flush=True)
     for operator in ("select_blocks", "sparse_attention"):
         machine_cases.CASES[operator] = lambda operator=operator: layers(operator)
         for (_, kernel, _), (made, options) in machine_code.sources("sm_90", operator).items():

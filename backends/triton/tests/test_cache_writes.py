@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import DEVICE, poisoned, sparse_site
 from cache_cases import MAPS, empty, every_bf16, raw
+from m3hal_triton import qk_norm_rope_insert as insertion
 from m3hal_triton.kv_write import kv_write
 from m3hal_triton.qk_norm_rope_insert import qk_norm_rope_insert
 
@@ -104,9 +105,11 @@ def _insertion(site, format, kind, index_format, index_kind, dtype=torch.bfloat1
 
 
 @IN_MAPS
-@pytest.mark.parametrize("heads", [(16, 1, 1), (6, 2, 2)], ids=["TP4", "few"])
-def test_insertion_rounds_once_to_the_cache(format, kind, heads):
+@pytest.mark.parametrize("heads", [(16, 1, 1), (6, 3, 3)], ids=["TP4", "few"])
+@pytest.mark.parametrize("shares", [insertion.FEW, insertion.MANY], ids=["few tokens", "many tokens"])
+def test_insertion_rounds_once_to_the_cache(monkeypatch, format, kind, heads, shares):
     """The bytes are those of the fp32 numbers that the same insertion puts into fp32 caches, rounded by the codec."""
+    monkeypatch.setattr(insertion, "shares", lambda *given: shares)
     counts = dict(zip(("num_q_heads", "num_kv_heads", "num_index_heads"), heads, strict=True))
     site = sparse_site(torch.bfloat16, head_dim=128, index_dim=128, rotary_dim=64, **counts)
     main = (format, kind) if format != "mxfp4" else ("nvfp4", kind)

@@ -62,6 +62,28 @@ def test_insertion_at_real_shapes(format, kind, heads):
 
 
 @FORMATS
+@pytest.mark.parametrize("heads", [(64, 4), (16, 1)], ids=["TP1", "TP4"])
+def test_insertion_has_the_same_bits_alone_and_in_any_batch(format, kind, heads):
+    """Few and many tokens are shared out among programs in different ways."""
+    shape = {"heads": heads[1], "dim": 128, "page_size": 128}
+    whole = [empty(format, kind, values=True, **shape), empty(format, kind, values=False, **(shape | {"heads": 1}))]
+    site, (qkv, norms, positions, table, *_, slots, index_slots), outs = _insertion(heads, *whole)
+    for first, count in ((0, 1), (70, 3), (100, 64), (200, 65)):
+        some = slice(first, first + count)
+        rest = [replace(c, buf=c.buf.clone()) for c in whole]
+        for cache in rest:
+            cache.buf.view(torch.uint8).fill_(0x5A)
+        again = qk_norm_rope_insert(site)(
+            qkv[some], norms, positions[some], table, *rest, slots[some], index_slots[some]
+        )
+        assert all(torch.equal(part, out[some]) for part, out in zip(again, outs, strict=True))
+        for cache, one, where in zip(whole, rest, (slots[some], index_slots[some]), strict=True):
+            kept = where[where >= 0]
+            read = [[load("kv_read").reference(c, kept)[i] for i in range(cache.layout.parts)] for c in (cache, one)]
+            assert all(torch.equal(a, b) for a, b in zip(*read, strict=True))
+
+
+@FORMATS
 def test_caches_beyond_2_to_the_31_elements(format, kind):
     """64-bit offsets: the last pages of a cache of more than 2**31 elements get what a small one's get."""
     layout, index = (KVLayout(kind, format, 128, heads, 128, heads > 1) for heads in (4, 1))

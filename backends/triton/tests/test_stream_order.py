@@ -16,7 +16,8 @@ def entries():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     ended = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    return {entry["kernel"]: entry for entry in map(json.loads, ended.stdout.splitlines())}
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    return {entry["kernel"]: entry for entry in lines} | {entry["case"]: entry for entry in lines if "case" in entry}
 
 
 @pytest.mark.parametrize("kernel", ["score_tiles", "attend_tiles"])
@@ -27,7 +28,7 @@ def test_no_tile_is_copied_before_the_wait(entries, kernel):
     assert 0 < entry["waits"] < entry["copies"]
 
 
-@pytest.mark.parametrize("kernel", ["_rows", "_activate_tile", "up"])
+@pytest.mark.parametrize("kernel", ["_rows", "_activate_tile", "up", "insert bf16", "insert one nvfp4"])
 def test_what_is_read_and_launched_after_the_wait(entries, kernel):
     """The next kernel may take what was there before this one had begun for complete, as the experts' w2 takes ids."""
     entry = entries[kernel]
