@@ -91,6 +91,8 @@ _PLAIN_SHARED: Ladder = (
     *_PLAIN[2:],
 )
 _E4M3_SHARED: Ladder = (_SPLIT_FEW, (4, Tuning(16, _E4M3_FEW, Tile(128, 128))), *_E4M3[1:])
+#: of few pairs' w13 the programs of 128 rows are too few to wait for one another's codes
+_E2M1_SHARED: Ladder = (_SPLIT_FEW, (0.5, Tuning(16, _E4M3_FEW, _E2M1_FEW)), *_E2M1[1:])
 #: IEEE products of fp32 hold their operands in registers
 NARROW: Ladder = ((_ALL, Tuning(16, Tile(64, 32, stages=2), Tile(64, 32, stages=2))),)
 #: one for any number of tokens
@@ -136,8 +138,8 @@ _LADDERS: Mapping[str, tuple[Ladder, Ladder]] = {
     "bfloat16": (_PLAIN, _PLAIN_SHARED),
     "fp8_e4m3": (_E4M3, _E4M3_SHARED),
     "mxfp8": (_E4M3, _E4M3_SHARED),
-    "mxfp4": (_E2M1, _E2M1),
-    "nvfp4": (_E2M1, _E2M1),
+    "mxfp4": (_E2M1, _E2M1_SHARED),
+    "nvfp4": (_E2M1, _E2M1_SHARED),
 }
 
 
@@ -156,4 +158,4 @@ def ladder_of(site: Site, *, rounds: bool, is_nvidia: bool) -> Ladder:
         return NARROW
     whole, shared = (ROUNDED, ROUNDED) if rounds else _LADDERS[site.weight_format]
     ladder = shared if site.intermediate_size < _SHARE else whole
-    return ladder if is_nvidia else (*ladder[:-1], (_ALL, _PORTABLE_E2M1 if ladder is _E2M1 else _PORTABLE))
+    return ladder if is_nvidia else (*ladder[:-1], (_ALL, _PORTABLE_E2M1 if ladder[-1] is _E2M1[-1] else _PORTABLE))

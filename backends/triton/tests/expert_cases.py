@@ -23,12 +23,15 @@ def _matrix(format: str, rows: int, size: int, *, in_order: bool) -> object:
     return empty(weight, None, one_more=False, in_order=in_order)
 
 
-def _experts(site: Site, tokens: int, format: str, factory: str = "moe_experts", dtype: str = "bfloat16") -> None:
+def _experts(
+    site: Site, tokens: int, format: str, factory: str = "moe_experts", dtype: str = "bfloat16", ranks: int = 1
+) -> None:
     from m3hal_triton import moe_experts, moe_scaled
     from m3hal_triton._moe_weights import Packed
 
-    where = replace(site, weight_format=format, dtype=dtype, max_tokens=tokens)
-    hidden, inner = where.hidden_size, where.intermediate_size
+    inner = site.intermediate_size // ranks
+    where = replace(site, weight_format=format, dtype=dtype, max_tokens=tokens, intermediate_size=inner)
+    hidden = where.hidden_size
     kernel = getattr(moe_scaled if hasattr(moe_scaled, factory) else moe_experts, factory)(where)
     in_order = kernel.prepare_weights.keywords["in_order"]
     packed = Packed(*(_matrix(format, *shape, in_order=in_order) for shape in ((2 * inner, hidden), (hidden, inner))))
@@ -56,6 +59,8 @@ def cases(site: Callable[[], Site]) -> dict[str, Callable[[], None]]:
         "experts 8192 mxfp8": case(8192, "mxfp8"),
         "experts 8192 fp8": case(8192, "fp8_e4m3"),
         "experts 8192 fp8 activations": case(8192, "fp8_e4m3", "fp8_activations"),
+        "experts 8 nvfp4 of four ranks": case(8, "nvfp4", "moe_experts", "bfloat16", 4),
+        "experts 8 mxfp4 of four ranks": case(8, "mxfp4", "moe_experts", "bfloat16", 4),
         "experts 64 fp32": case(64, "float32", "moe_experts", "float32"),
         **{name: case(*given) for name, given in _BLOCKS.items()},
     }
