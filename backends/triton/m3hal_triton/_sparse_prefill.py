@@ -351,9 +351,9 @@ def _lowered(top, total, acc, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     elif FORMAT == "nvfp4":
         largest = tl.full(top.shape, 2 * 6 * 448.0 * BLOCK, tl.float32)  # twice, see factor
     else:
-        largest = tl.max(tl.abs(acc), 1)
+        largest = tl.where(tl.abs(top) < 8388608.0, tl.max(tl.abs(acc), 1), float("inf"))
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.where((exponent == 255) | (tl.abs(top) >= 8388608.0), 145, tl.maximum(exponent, 32))
+    exponent = tl.where(exponent == 255, 145, tl.maximum(exponent, 32))
     above = tl.ceil(top)
     lower = ((268 - exponent) << 23).to(tl.float32, bitcast=True) * tl.exp2(top - above)
     return above + (exponent - 141).to(tl.float32), total * lower, acc * lower[:, None]

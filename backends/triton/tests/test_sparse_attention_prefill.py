@@ -127,6 +127,23 @@ def test_blocks_of_unlike_sizes():
     assert worst_row(out.double(), exact) <= BOUND[torch.bfloat16]
 
 
+@pytest.mark.parametrize("size", [1.0, -1e4, 1e15])
+def test_blocks_of_equal_scores_of_any_size(size):
+    """Equal shares also where a score is so large that a power of two beside it would be rounded away."""
+
+    def edit(kv, pages):
+        kv.k[pages] = size
+        for block, factor in enumerate((1, 0, 4, 2.0**-20)):
+            kv.v[pages[:, block]] *= factor
+
+    site = sparse_site(torch.bfloat16)
+    batch = Batch(site, [(12, 64), (9, 60)], torch.bfloat16)
+    queries = batch.queries
+    batch.queries = lambda *shape: torch.full_like(queries(*shape), abs(size))
+    out, exact = _first_blocks(site, batch, edit)
+    assert worst_row(out, exact) <= BOUND[torch.bfloat16]
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_one_value_without_a_number(value):
     """It shows in its own column, and in no other."""
