@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from m3hal_conformance.bench import Bench
@@ -37,6 +38,28 @@ def test_a_peer_whose_compiled_operators_are_absent_has_no_column(bench: Bench) 
     (row,) = [row for row in rows("qk_norm_rope_insert", True) if row.case == "bf16 TP4 5"]
     found = measure(bench, row, {}, 0)
     assert (found.status, found.peer_absent) == ("checked", "its compiled operators are not loaded")
+
+
+@pytest.mark.parametrize(
+    ("case", "theirs"), [("bf16", {}), ("fp8", {"vllm fp8": "fp8"}), ("nvfp4", {"vllm nvfp4": "nvfp4"}),
+                         ("mxfp4", {"vllm nvfp4": "nvfp4"})]
+)  # fmt: skip
+def test_insertion_is_beside_bf16_and_beside_its_own_format(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, case: str, theirs: dict[str, str]
+) -> None:
+    """vLLM's operator is given each column's caches, all its 25 arguments, and what names the main cache's format."""
+    assert bench.peer
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(bench.peer, "compiled", lambda name: lambda *values: given.append(values))
+    (row,) = [row for row in rows("qk_norm_rope_insert", True) if row.case == f"{case} TP4 5"]
+    work = row.prepare(bench)
+    named = {}
+    for name in work.calls.keys() - {"m3hal"}:
+        work.calls[name][0]()
+        *_, named[name], _, _, _, k_scale, _ = given[-1]
+        assert len(given[-1]) == 25
+        assert (k_scale is not None) == (name == "vllm nvfp4")
+    assert named == {"vllm": "auto"} | theirs
 
 
 def test_a_peer_that_computes_something_else_is_no_rival(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

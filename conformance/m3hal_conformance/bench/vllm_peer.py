@@ -126,17 +126,23 @@ class Peer(ExpertsPeer):
         slots: torch.Tensor,
         out: tuple[torch.Tensor, torch.Tensor],
     ) -> list[Call] | None:
-        """Norms, RoPE and insertion into bf16 caches; it rewrites k and v in the row, too. None: not loaded."""
+        """Norms, RoPE and insertion; it rewrites k and v in the row, too. None: not loaded.
+
+        caches: bf16, fp8, whose scales it ignores, or a main one in nvfp4.
+        """
         step = self.compiled("fused_minimax_m3_qknorm_rope_kv_insert")
         if step is None:
             return None
         narrow = table.bfloat16()  # it wants the row's dtype: half the bytes, and a rounded angle
-        flat = caches[1].buf.view(-1, site.page_size, site.index_dim)
+        kv, keys = caches
+        main = kv.layout.format
+        flat = _bytes_as_fp8(keys).view(-1, site.page_size, site.index_dim)
         fixed = (narrow, positions, site.num_q_heads, site.num_kv_heads, site.rotary_dim, site.eps)
         index = (norms.index_q, norms.index_k, site.num_index_heads)
-        into = (slots, slots, caches[0].buf, flat, site.page_size)
+        into = (slots, slots, kv.buf, flat, site.page_size)
         outs = tuple(part.view(part.shape[0], -1) for part in out)
-        rest = ("auto", False, None, 1.0, None, None)
+        scales = (kv.k_scale, kv.v_scale) if main == "nvfp4" else (None, None)
+        rest = ({"bfloat16": "auto", "fp8_e4m3": "fp8"}.get(main, main), False, None, 1.0, *scales)
         return [partial(step, row, norms.q, norms.k, *fixed, *index, *into, *outs, *rest) for row in rows]
 
 

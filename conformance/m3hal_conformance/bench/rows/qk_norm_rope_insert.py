@@ -1,4 +1,4 @@
-"""Norms, RoPE and cache insertion. vLLM's operator writes bf16 caches: it stands beside every format of ours."""
+"""Norms, RoPE and cache insertion. vLLM's operator stands beside every format in bf16, and in that format if it can."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from m3hal_conformance.bench.rows import RANKS
 
 #: (main cache, index cache)
 KINDS = {"bf16": ("bfloat16",) * 2, "fp8": ("fp8_e4m3",) * 2, "nvfp4": ("nvfp4",) * 2, "mxfp4": ("nvfp4", "mxfp4")}
+#: the peer's columns: (main cache, index cache)
+THEIRS = {"vllm": ("bfloat16",) * 2, "vllm fp8": ("fp8_e4m3",) * 2, "vllm nvfp4": ("nvfp4", "bfloat16")}
 #: of numbers in a cache that differ: the order of a sum may move one in a hundred thousand to its neighbour
 DIFFER = 1e-3
 
@@ -40,15 +42,19 @@ def _insert(kind: str, ranks: int, tokens: int, bench: Bench) -> Work:
     positions = torch.randint(0, 65536, (tokens,), device=bench.device)
     slots = torch.randperm(pages_of(bench) * 128, device=bench.device)[:tokens]
     caches = empty(bench, main, heads, True), empty(bench, index, 1, False)
-    ours, theirs = ((bench.poison(tokens, q_heads, 128), bench.poison(tokens, heads, 128)) for _ in range(2))
+    ours = bench.poison(tokens, q_heads, 128), bench.poison(tokens, heads, 128)
     given = (norms, positions, table, *caches, slots, slots)
     calls: Calls = {"m3hal": bench.calls("qk_norm_rope_insert", site, [(row, *given) for row in rows], ours)}
     absent = ""
-    if bench.peer:
-        targets = empty(bench, "bfloat16", heads, True), empty(bench, "bfloat16", 1, False)
+    for name, (theirs, keys) in THEIRS.items():
+        if bench.peer is None or theirs not in ("bfloat16", main):
+            continue
+        targets = empty(bench, theirs, heads, True), empty(bench, keys, 1, False)
+        chosen = torch.float8_e4m3fn if keys == "fp8_e4m3" else torch.bfloat16  # of index_q
+        out = bench.poison(tokens, q_heads, 128), torch.empty(tokens, heads, 128, dtype=chosen, device=bench.device)
         copies = [row.clone() for row in rows]
-        found = bench.peer.insert(site, copies, norms, positions, table, targets, slots, theirs)
-        calls |= {"vllm": found} if found else {}
+        found = bench.peer.insert(site, copies, norms, positions, table, targets, slots, out)
+        calls |= {name: found} if found else {}
         absent = "" if found else "its compiled operators are not loaded"
 
     def check() -> float:
