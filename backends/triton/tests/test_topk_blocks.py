@@ -46,6 +46,25 @@ def test_many_blocks_go_by_groups(blocks):
     assert torch.equal(out, op.reference(scores, visible, **op.static_values(site)))
 
 
+@pytest.mark.parametrize(("k", "init", "local"), [(16, 0, 1), (16, 1, 2), (2, 0, 3), (40, 0, 0)])
+@pytest.mark.parametrize("blocks", [512, 1500, 4096])
+def test_rows_of_several_warps(blocks, k, init, local):
+    """Distinct scores, ties, scores of one sign, NaN, -inf, rows that end early: no score is missed."""
+    site, op = _site(k, init, local), load("topk_blocks")
+    scores = torch.randn(6, 2, blocks, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    scores[1] = _scores(2, blocks, seed=5)
+    scores[2] = -scores[2].abs()
+    scores[3, :, ::7] = float("nan")
+    scores[4] = 0
+    scores[5] = float("-inf")
+    scores[5, 0, :5] = 3
+    for last in (blocks, blocks // 2, 17, 1, 0):
+        visible = torch.tensor([blocks, blocks, blocks - 3, blocks, last, last], dtype=torch.int32, device=DEVICE)
+        out = torch.full((6, 2, k), 77, dtype=torch.int32, device=DEVICE)
+        topk_blocks(site)(scores, visible, out=out)
+        assert torch.equal(out, op.reference(scores, visible, **op.static_values(site)))
+
+
 def test_random_scores_and_strides():
     """Distinct scores of both signs and all magnitudes, in a transposed buffer."""
     site, op = _site(8, 0, 1), load("topk_blocks")
