@@ -152,6 +152,18 @@ def test_matrices_in_pieces(format, tokens):
     assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
 
 
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_half_as_many_pairs_as_experts(format):
+    """Four bits, fewer pairs than the tiles of a step up are for and more than find their items themselves."""
+    site = _site("bfloat16", format, 5, hidden_size=512, intermediate_size=256, num_local_experts=40)
+    experts, given = _experts(format, 40, 512, 256), _inputs(5, torch.bfloat16, 512, 40)
+    kernel = moe_experts(site)
+    assert kernel.run.choice.tuning(20).up != kernel.run.choice.tuning(40).up
+    assert not kernel.run.choice.is_few(5)
+    out = _run(kernel, *given, kernel.prepare_weights(experts))
+    assert worst_row(out, _exact(site, *given, experts)) <= BOUND[torch.bfloat16]
+
+
 @pytest.mark.parametrize("tokens", [300, 600])
 @pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3"])
 def test_many_pairs_are_sorted_by_many_programs(format, tokens):
