@@ -45,7 +45,8 @@ MIN_SHARES = 4
 FEW_ROWS, FEW_ROWS_BY_WARPS = 32, 8
 #: rows of a tile of queries of :func:`score_tiles`, at most: their products with a block are in registers
 MOST_ROWS = 128
-#: blocks of a row up to which the kernel after the choice is launched while scores are made; the choice is slower then
+#: blocks of a row up to which the kernel after the choice is launched while scores are made, and a choice of many rows
+#: too; the choice is slower then
 MOST_AHEAD = 2048
 #: bytes of scores that prefill keeps before it chooses from them
 SCORE_BYTES = 128 << 20
@@ -173,7 +174,7 @@ class _Indexer:
         )
         numbers = (_pages.keys(cache), blocks, *table.stride(), *strides, index_q.stride())
         first = index_q.shape[0] * self._heads <= (FEW_ROWS_BY_WARPS if self.tuning.warps == 1 else FEW_ROWS)
-        ahead = blocks <= MOST_AHEAD
+        ahead = first or blocks <= MOST_AHEAD
         launcher, settings = self._few_settings(cache, meta.max_q, first, early, bool(batch.calls), ahead)
         if launcher is _tiles or (launcher is _few and settings.constants["TILES"]):
             tensors = (*tensors, self._rows_of(cache))
@@ -351,8 +352,7 @@ class _Select(_Indexer):
         if meta.max_q <= self._few_tokens and tokens * heads * blocks <= scratch.numel():
             early = programmatic(index_q.device)
             score = self._few(index_q, index_cache, batch, scratch, blocks, strides, early)
-            chosen = score.settings.constants
-            ahead = score.launcher is _tiles and chosen["KNOWN"] and chosen["AHEAD"]
+            ahead = score.launcher is _tiles and score.settings.constants["KNOWN"] and blocks <= MOST_AHEAD
             choice = launch_topk(site, scratch, blocks, strides, batch.position, site.block_size, out, early, ahead)
             rows = (8,) if len(score.tensors) > 8 and score.tensors[8] is not None else ()
             launches = score.again(0, 1, *rows), choice.again(2)
