@@ -43,16 +43,22 @@ class Shares(NamedTuple):
 FEW = Shares(1, 4, 2, 1, apart=True)
 #: of many; 2 warps are 1 to 4 % faster at 8192 tokens, and up to 1.2 us slower at one
 MANY = Shares(8, 16, 8, 4)
+#: between them, where codes of four bits are most of the work
+MIDDLE = MANY._replace(apart=True)
 #: the most programs of one warp: a GPU starts about 800 programs in a microsecond
 MOST = 640
+#: the most tokens for MIDDLE
+MOST_APART = 64
 
 
-def shares(site: Site, tokens: int, early: bool) -> Shares:
-    """For a batch of so many tokens. early: on GPUs where warps have 32 threads and kernels may overlap."""
-    return FEW if early and tokens * programs(site, FEW) <= MOST else MANY
+def shares(site: Site, tokens: int, programs: int, early: bool) -> Shares:
+    """For a batch of so many tokens. programs: of a token in FEW. early: on GPUs whose kernels overlap."""
+    if early and tokens * programs <= MOST:
+        return FEW
+    return MIDDLE if early and tokens <= MOST_APART and site.kv_format == "nvfp4" else MANY
 
 
-def programs(site: Site, of: Shares) -> int:
+def programs_of(site: Site, of: Shares) -> int:
     """For ``of.tokens`` tokens."""
     pieces, index_pieces = (2 * dim // site.rotary_dim if of.apart else 1 for dim in (site.head_dim, site.index_dim))
     found = 2 * pieces * triton.cdiv(of.tokens * site.num_kv_heads, of.few)
@@ -65,11 +71,13 @@ def programs(site: Site, of: Shares) -> int:
 def qk_norm_rope_insert(site: Site) -> partial[tuple[torch.Tensor, torch.Tensor | None]]:
     """The callable for a site, with an indexer or without."""
     op = load("qk_norm_rope_insert")
-    return partial(_insert, site, partial(op.fake, **op.static_values(site)))
+    programs = {of: programs_of(site, of) for of in (FEW, MIDDLE, MANY)}
+    return partial(_insert, site, programs, partial(op.fake, **op.static_values(site)))
 
 
 def _insert(
     site: Site,
+    programs: dict[Shares, int],
     fake: partial[tuple[torch.Tensor, torch.Tensor | None]],
     qkv: torch.Tensor,
     norms: QKNorms,
@@ -91,8 +99,8 @@ def _insert(
     index_norms = (norms.q, norms.k) if norms.index_q is None else (norms.index_q, norms.index_k)
     index_slots = slots if index_slots is None else index_slots
     early = programmatic(qkv.device)
-    of = shares(site, tokens, early)
-    _heads[(triton.cdiv(tokens, of.tokens) * programs(site, of),)](
+    of = shares(site, tokens, programs[FEW], early)
+    _heads[(triton.cdiv(tokens, of.tokens) * programs[of],)](
         qkv, norms.q, norms.k, *index_norms, positions, cos_sin,
         _pages.memory(kv), _pages.keys(kv), _pages.values(kv), kv.k_scale, kv.v_scale,
         _pages.memory(keys), _pages.keys(keys), slots, index_slots, q, index_q,

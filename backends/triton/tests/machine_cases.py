@@ -77,6 +77,10 @@ SPILLS: dict[tuple[str, str], dict[str, int]] = {
     # registers for two programs a multiprocessor, which is what makes it quick; inside the loop few are touched
     ("attend_union", "sparse prefill bf16"): {"sm_90": 184},
     ("attend_union", "sparse prefill fp8"): {"sm_90": 176},
+    # most of it numbers of keys, read where a block reaches into a token's future
+    ("attend_block", "sparse prefill bf16"): {"sm_90": 144},
+    ("attend_block", "sparse prefill fp8"): {"sm_90": 24},
+    ("attend_block", "sparse prefill nvfp4"): {"sm_90": 24},
     ("score_few_by_warps", "select decode fp8"): {"sm_100": 32, "sm_103": 32},
     ("score_many", "select prefill fp8"): {"sm_90": 152, "sm_100": 120, "sm_103": 120},
     ("score_many", "select prefill nvfp4"): {"sm_90": 160, "sm_100": 160, "sm_103": 160},
@@ -250,6 +254,7 @@ CASES: dict[str, Callable[[], None]] = {
     "insert fp8": partial(_insert, "bfloat16", "fp8_e4m3", "fp8_e4m3"),
     "insert nvfp4": partial(_insert, "bfloat16", "nvfp4", "nvfp4"),
     "insert mxfp4 index": partial(_insert, "bfloat16", "nvfp4", "mxfp4"),
+    "insert 64 nvfp4": partial(_insert, "bfloat16", "nvfp4", "nvfp4", tokens=64),
     "insert one bf16": partial(_insert, "bfloat16", tokens=1),
     "insert one fp8": partial(_insert, "bfloat16", "fp8_e4m3", "fp8_e4m3", tokens=1),
     "insert one nvfp4": partial(_insert, "bfloat16", "nvfp4", "nvfp4", tokens=1),

@@ -106,7 +106,7 @@ def _insertion(site, format, kind, index_format, index_kind, dtype=torch.bfloat1
 
 @IN_MAPS
 @pytest.mark.parametrize("heads", [(16, 1, 1), (6, 3, 3)], ids=["TP4", "few"])
-@pytest.mark.parametrize("shares", [insertion.FEW, insertion.MANY], ids=["few tokens", "many tokens"])
+@pytest.mark.parametrize("shares", [insertion.FEW, insertion.MIDDLE, insertion.MANY], ids=["one", "64", "8192"])
 def test_insertion_rounds_once_to_the_cache(monkeypatch, format, kind, heads, shares):
     """The bytes are those of the fp32 numbers that the same insertion puts into fp32 caches, rounded by the codec."""
     monkeypatch.setattr(insertion, "shares", lambda *given: shares)
