@@ -42,7 +42,7 @@ def few_pairs(batch: Batch, experts: Packed, weights: torch.Tensor, out: torch.T
 def pairs_by_warps(
     batch: Batch, experts: Packed, weights: torch.Tensor, out: torch.Tensor, tiles: tuple[Warps, Warps]
 ) -> torch.Tensor:
-    """Four-bit weights for BY_WARPS pairs at most."""
+    """Four-bit weights of routed experts, for BY_WARPS pairs at most."""
     site, x, ids, w13, w2 = batch.choice.site, batch.x, batch.ids, experts.w13, experts.w2
     (pairs, inner), (up, down), lift = batch.hidden.shape, tiles, batch.choice.lift
     _convert(batch, in_order=True)
@@ -72,7 +72,6 @@ def _by_warps(batch: Batch, tile: Warps) -> dict[str, Any]:
     """Launch arguments that both products by warps take."""
     return {
         "SLOTS": batch.slots,
-        "SHARED": batch.shared,
         "BN": tile.rows,
         "WARPS": tile.warps,
         "ALONG": tile.along,

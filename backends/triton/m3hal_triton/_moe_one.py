@@ -1,4 +1,7 @@
-"""The experts' two products of four-bit weights for one to three tokens: as in :mod:`_moe_few`, by warps."""
+"""The experts' two products of four-bit weights for one to three tokens: as in :mod:`_moe_few`, by warps.
+
+A shared expert beside the routed ones would leave three of eight experts' warps of w2 without work.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,6 @@ def up(
     inner,  # features of hidden; gate and up rows alternate in the matrix
     numbers,  # alpha, beta, limit
     SLOTS: tl.constexpr,
-    SHARED: tl.constexpr,  # the shared expert, which every token has in its last slot; -1: none
     RAISE: tl.constexpr,  # what hidden is multiplied by
     BN: tl.constexpr,
     WARPS: tl.constexpr,
@@ -36,7 +38,7 @@ def up(
     """The activation of w13 times the tokens, for each pair."""
     tiles = 2 * inner // BN
     tile, pair = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    expert = expert_at(ids, id_strides, pair, SLOTS, SHARED)
+    expert = expert_at(ids, id_strides, pair, SLOTS, -1)
     n = tile * BN + tl.arange(0, BN)
     factor = tl.load(matrix[5] + tl.maximum(expert, 0) * (2 * inner) + n)
     if EARLY:
@@ -76,7 +78,6 @@ def down(
     inner,
     rows,
     SLOTS: tl.constexpr,
-    SHARED: tl.constexpr,
     LOWER: tl.constexpr,  # 1 / RAISE
     BN: tl.constexpr,
     WARPS: tl.constexpr,  # for each slot, and more up to a power of two, ALONG
@@ -89,7 +90,7 @@ def down(
     tiles = rows // BN
     tile, token = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     slot = tl.arange(0, WARPS) // ALONG
-    expert, weight, whose = chosen(ids, id_strides, weights, weight_strides, token, slot, SLOTS, SHARED)
+    expert, weight, whose = chosen(ids, id_strides, weights, weight_strides, token, slot, SLOTS, -1)
     n = tile * BN + tl.arange(0, BN)
     factor = tl.load(matrix[5] + (whose * rows)[:, None] + n[None, :]) * (weight * LOWER)[:, None]
     if EARLY:

@@ -62,8 +62,9 @@ Ladder = tuple[tuple[float, Tuning], ...]
 _MANY = Tuning(256, Tile(128, 64, warps=8), Tile(128, 64, warps=8), extra=32)
 _SOME = Tuning(64, Tile(128, 128, stages=3), Tile(128, 128, stages=3))
 _PLAIN_FEW, _PLAIN_MANY = Tile(128, 128, stages=3), Tile(128, 64, warps=8, stages=3)
+_PLAIN_FIRST = (0.1, Tuning(16, Tile(64, 128, stages=3, programs=3), Tile(64, 128, stages=3, programs=3)))
 _PLAIN: Ladder = (
-    (0.1, Tuning(16, Tile(128, 128, stages=3, programs=2), Tile(128, 128, stages=3, programs=2))),
+    _PLAIN_FIRST,
     (4, Tuning(16, _PLAIN_FEW, _PLAIN_FEW)),
     (24, Tuning(32, Tile(128, 64, warps=8, stages=5), Tile(128, 64, warps=8, stages=5))),
     (96, Tuning(64, Tile(128, 64), Tile(128, 64))),
@@ -86,7 +87,7 @@ _E2M1: Ladder = (_SPLIT_FEW, (4, Tuning(16, _E2M1_FEW, _E2M1_FEW)), *_E4M3[1:-1]
 #: where ranks share the inner dimension: half as many rows, or half the depth, make more programs of what is left
 _SHARE = 1536
 _PLAIN_SHARED: Ladder = (
-    (0.1, Tuning(16, Tile(64, 128, stages=3, programs=3), Tile(64, 128, stages=3, programs=3))),
+    _PLAIN_FIRST,
     (4, Tuning(16, Tile(64, 128), _PLAIN_FEW)),
     *_PLAIN[2:],
 )

@@ -85,7 +85,7 @@ class _Run:
         assert workspace is not None
         joined, batch = self._batch(x, ids, experts, workspace)
         if choice.is_few(len(x), joined):
-            if choice.warps and len(batch.hidden) <= BY_WARPS:
+            if choice.warps and not joined and len(batch.hidden) <= BY_WARPS:
                 return pairs_by_warps(batch, experts, weights, result, choice.warps)
             return few_pairs(batch, experts, weights, result)
         launch.sort(batch)

@@ -71,7 +71,7 @@ def test_tokens_beyond_fp16(size, monkeypatch):
 
 
 def test_shared_expert(monkeypatch):
-    """One more that every token chose; also where all routed pairs are absent."""
+    """One more that every token chose is no matter of warps; also where all routed pairs are absent."""
     site, kernel = _kernel(monkeypatch, "nvfp4", 2, shared_intermediate_size=I, shared_format="nvfp4")
     experts = _experts("nvfp4", **SIZES, shared=_experts("nvfp4", 1, **SIZES, seed=9))
     x, weights, ids = _inputs(2, torch.bfloat16, H)
