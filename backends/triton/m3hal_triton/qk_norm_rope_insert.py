@@ -51,11 +51,11 @@ MOST = 640
 MOST_APART = 64
 
 
-def shares(site: Site, tokens: int, programs: int, early: bool) -> Shares:
-    """For a batch of so many tokens. programs: of a token in FEW. early: on GPUs whose kernels overlap."""
+def shares(format: str, tokens: int, programs: int, early: bool) -> Shares:
+    """For so many tokens and a cache's format. programs: of a token in FEW. early: on GPUs whose kernels overlap."""
     if early and tokens * programs <= MOST:
         return FEW
-    return MIDDLE if early and tokens <= MOST_APART and site.kv_format == "nvfp4" else MANY
+    return MIDDLE if early and tokens <= MOST_APART and format == "nvfp4" else MANY
 
 
 def programs_of(site: Site, of: Shares) -> int:
@@ -99,7 +99,7 @@ def _insert(
     index_norms = (norms.q, norms.k) if norms.index_q is None else (norms.index_q, norms.index_k)
     index_slots = slots if index_slots is None else index_slots
     early = programmatic(qkv.device)
-    of = shares(site, tokens, programs[FEW], early)
+    of = shares(kv.layout.format, tokens, programs[FEW], early)
     _heads[(triton.cdiv(tokens, of.tokens) * programs[of],)](
         qkv, norms.q, norms.k, *index_norms, positions, cos_sin,
         _pages.memory(kv), _pages.keys(kv), _pages.values(kv), kv.k_scale, kv.v_scale,
