@@ -12,6 +12,7 @@ import triton.language as tl
 from m3hal.shape import Site
 from m3hal_triton import _pages
 from m3hal_triton import _sparse_prefill as kernels
+from m3hal_triton import _sparse_sort as sorting
 from m3hal_triton import _sparse_union as union
 from m3hal_triton._decode import native
 from m3hal_triton._launch import DOT_PRECISION, LOG2_E, common_power_of_two, multiprocessors, power_of_two_below
@@ -117,16 +118,16 @@ class Prefill:
         statics: dict[str, Any] = {"GROUPS": groups, "IDS": ids, "BLOCK": site.block_size, "ENTRIES": ENTRIES}
         sort.counts.zero_()
         sizes, walking, minimum = (walk.sizes, walk.walking, walk.minimum) if walk else (sort.counts, sort.counts, 0)
-        kernels.count[grid](
+        sorting.count[grid](
             block_ids, request, position, batch.first_block, sort.counts, sort.ranks, sizes, walking, low, n,
             sort.slots, sort.piece, *block_ids.stride(), minimum, **statics, TILE=union.TILE if walk else 0,
             num_warps=4,
         )  # fmt: skip
-        kernels.offsets[(sort.pieces,)](
+        sorting.offsets[(sort.pieces,)](
             sort.counts, sort.starts, sort.items, sort.totals, batch.first_block, meta.seq_lens.shape[0], sort.slots,
             GROUPS=groups, CHUNK=TUNING.chunk, WIDE=2048, num_warps=8,
         )  # fmt: skip
-        kernels.scatter[grid](
+        sorting.scatter[grid](
             block_ids, request, position, meta.seq_lens, batch.first_block, meta.block_table, sort.counts, sort.starts,
             sort.items, sort.ranks, sort.order, sort.work, n, sort.slots, sort.piece, sort.max_items,
             *block_ids.stride(), *meta.block_table.stride(), **statics, PAGE=site.page_size,

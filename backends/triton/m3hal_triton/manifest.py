@@ -287,6 +287,7 @@ MANIFEST = Manifest(
                 "_operands.py",
                 "_sparse_prefill_run.py",
                 "_sparse_prefill.py",
+                "_sparse_sort.py",
                 "_sparse_union.py",
                 *_SHARED,
             ),
