@@ -1,10 +1,10 @@
 """Sparse attention when requests bring many query tokens: organised by key block.
 
 Each selection (token, kv head, slot) is an entry. Entries are sorted by the block they name (:mod:`_sparse_sort`), a
-program takes one block and up to CHUNK of its entries, gathers their queries into matrix tiles,
-and writes each entry's partial sums; a last kernel merges the k sums of a token. So a block is read once for many
-queries. All partial sums depend on their own query and block only, and the merge runs in the order of the ids: a row's
-bits do not depend on the rest of the batch, nor on the order in which the sort's atomics arrive.
+program takes one block and up to CHUNK of its entries, gathers their queries into matrix tiles, and writes each entry's
+partial sums; a last kernel merges the k sums of a token. So a block is read once for many queries. All partial sums
+depend on their own query and block only, and the merge runs in the order of the ids: a row's bits do not depend on the
+rest of the batch, nor on the order in which the sort's atomics arrive.
 
 Partial sums are in fp16, each row over a power of two of its own. In bf16, with three bits less, a row is wrong by more
 than its own rounding where the results of its blocks cancel.
