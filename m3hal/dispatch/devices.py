@@ -83,8 +83,12 @@ def kind(device: str) -> str:
 
 
 def matches(device: str, patterns: Iterable[str]) -> bool:
-    """Whether a device is among patterns such as ``"hip:gfx95*"``."""
-    return any(fnmatch.fnmatchcase(device, pattern) for pattern in patterns)
+    """Whether a device is among patterns such as ``"hip:gfx95*"``.
+
+    A bare kind, which is all that vLLM's platforms tell of kinds that m3hal can't look for, is one of ``"acme:*"``.
+    """
+    names = (device,) if ":" in device else (device, f"{device}:")
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def is_present(device: str) -> bool:

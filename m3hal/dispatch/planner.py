@@ -111,13 +111,14 @@ class _Job:
             told = self.policy.told("backend")
             return replace(made, in_tree=True, reason=f"the policy asks for it: backend {told}")
         pool, faults = self._pool(backends)
+        told = [*faults, *_rejected(backends)]
         rows: dict[Key, Row] = {(op.name, at.kind): self._screen(op, at, pool[op.name]) for op, at in self._places()}
         layouts, reasons = self._layouts(rows)
         rows = {key: _with_layout(key, row, layouts) for key, row in rows.items()}
         made_of: dict[Key, Choice] = {}
         for key, row in rows.items():  # what a fused operator covers comes before it
             is_core = ops.load(key[0]).kind == "core"
-            made_of[key] = self._core(*key, row, faults) if is_core else self._fused(*key, row, made_of, faults)
+            made_of[key] = self._core(*key, row, told) if is_core else self._fused(*key, row, made_of, told)
         choices = (*made_of.values(), *self._held())
         return replace(made, choices=choices, layouts=layouts, layout_reasons=reasons, faults=tuple(faults))
 
@@ -176,13 +177,16 @@ class _Job:
                 layouts[site.kind], reasons[site.kind] = layout.choose(group, allowed)
         return layouts, reasons
 
-    def _core(self, operator: str, site: str, row: Row, faults: Iterable[Verdict]) -> Choice:
+    def _core(self, operator: str, site: str, row: Row, told: Sequence[Verdict]) -> Choice:
         chosen, verdicts = _first(row)
-        reason = self._why(operator, chosen, verdicts, faults) if chosen else "no implementation was accepted"
+        reason = self._why(operator, chosen, verdicts, told) if chosen else "no implementation was accepted"
         return Choice(operator, site, chosen=chosen, reason=reason, verdicts=verdicts)
 
-    def _why(self, operator: str, chosen: Candidate, verdicts: Iterable[Verdict], faults: Iterable[Verdict]) -> str:
-        """Who asked for the chosen one, or what became of those that would have come first."""
+    def _why(self, operator: str, chosen: Candidate, verdicts: Iterable[Verdict], told: Sequence[Verdict]) -> str:
+        """Who asked for the chosen one, or what became of those that would have come first.
+
+        told: of entries in manifests, and of whole backends.
+        """
         if self.pins is not None:
             return "pinned"
         if operator in self.policy.overrides:
@@ -194,16 +198,17 @@ class _Job:
                 before[verdict.backend] = verdict
         passed_over = [f"{backend}: {verdict.reason}" for backend, verdict in before.items()]
         named = takewhile(lambda name: not chosen.is_from(name), self.policy.order)
-        faulty = {v.backend: f"its manifest is at fault: {v.reason}" for v in faults if v.operator == operator}
+        out = {v.backend: v.reason for v in told if not v.operator}
+        out |= {v.backend: f"its manifest is at fault: {v.reason}" for v in told if v.operator == operator}
         passed_over += [
-            f"{name}: {faulty[name.name]}" if name.name in faulty else f"{name} has none"
+            f"{name}: {out[name.name]}" if name.name in out else f"{name} has none"
             for name in named
             if name.name not in before
         ]
         return "; ".join(passed_over) or ("first choice" if self.policy.order else "highest priority")
 
     def _fused(
-        self, operator: str, site: str, row: Row, made_of: Mapping[Key, Choice], faults: Iterable[Verdict]
+        self, operator: str, site: str, row: Row, made_of: Mapping[Key, Choice], told: Sequence[Verdict]
     ) -> Choice:
         """The vendor's fused form, unless the policy overrides a part of it; else a composition of the plan's parts.
 
@@ -216,7 +221,7 @@ class _Job:
             row = [(c, c.verdict("policy", False, reason, site) if v.accepted else v) for c, v in row]
         chosen, verdicts = _first(row)
         if chosen:
-            reason = self._why(operator, chosen, verdicts, faults)
+            reason = self._why(operator, chosen, verdicts, told)
             return Choice(operator, site, chosen=chosen, reason=reason, verdicts=verdicts)
         parts = {part: made_of.get((part, site)) for part in covers}
         lacking = [name for name, part in parts.items() if part is None or not part.is_served]
@@ -247,6 +252,11 @@ def _running(choice: Choice | None, made_of: Mapping[Key, Choice]) -> list[Candi
     if choice is None or choice.chosen:
         return [choice.chosen] if choice and choice.chosen else []
     return [c for part in choice.composed for c in _running(made_of.get((part, choice.site)), made_of)]
+
+
+def _rejected(backends: Iterable[Found]) -> list[Verdict]:
+    """Of backends that the policy lets in and something else keeps out."""
+    return [v for v in (found.verdict for found in backends) if v and not v.accepted and v.stage != "policy"]
 
 
 def _by_priority(found: Found) -> tuple[int, str]:

@@ -38,7 +38,18 @@ def heading(plan: Plan) -> str:
     lines += [
         f"cache layout at {site}: {layout} ({plan.layout_reasons[site]})" for site, layout in plan.layouts.items()
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_idle(plan)])
+
+
+def _idle(plan: Plan) -> list[str]:
+    """A warning for each backend that the policy names and that the device, a library or its probe keeps out whole."""
+    rejected = [found for found in plan.backends if found.verdict and not found.is_usable]
+    return [
+        f"warning: {name}, which the policy names, serves nothing here: {found.verdict.reason} ({found.verdict.stage})"
+        for name in plan.policy.named()
+        for found in rejected
+        if found.verdict and found.verdict.stage != "policy" and name.matches(found.name, found.distribution)
+    ]
 
 
 def explain(plan: Plan, operator: str | None, width: int | None) -> str:

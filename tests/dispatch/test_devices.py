@@ -77,6 +77,25 @@ def test_unknown_kinds_are_their_probes_business() -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "pattern", "is_one"),
+    [
+        ("acme", "acme:*", True),
+        ("acme", "acme", True),
+        ("acme", "*", True),
+        ("acme", "acme:x1", False),
+        ("acme", "acme:x*", False),
+        ("acme", "acm:*", False),
+        ("acme:x1", "acme:*", True),
+        ("acme:x1", "acme", False),
+        ("cuda:sm_90", "cuda:sm_9*", True),
+    ],
+)
+def test_bare_kind_is_matched_by_what_asks_no_architecture(device: str, pattern: str, is_one: bool) -> None:
+    """vLLM tells an unknown platform's kind alone, and a backend for every device of that kind is meant by it."""
+    assert devices.matches(device, (pattern,)) is is_one
+
+
+@pytest.mark.parametrize(
     ("name", "remedy"), [("cuda", "cuda:sm_90"), ("hip", "hip:gfx950"), ("sm 90", "kind:architecture"), ("", "'cpu'")]
 )
 def test_what_is_no_device_is_refused_with_an_example(name: str, remedy: str) -> None:

@@ -195,6 +195,24 @@ def test_faulty_entry_is_not_called_absent(toy: Any, make: Callable[..., Any]) -
     assert made.choice("swiglu_oai", "moe").reason == "acme has none"
 
 
+def test_bare_kind_reaches_its_backend(toy: Any, make: Callable[..., Any]) -> None:
+    """Where only the kind is told, as by vLLM's platforms, a backend for all devices of that kind serves."""
+    toy("acme", rms_norm=kernel, devices=("acme:*",))
+    assert make({"backend": "acme,reference"}, device="acme").choice("rms_norm", "moe").server == "acme"
+
+
+def test_backend_of_another_device_is_not_called_absent(toy: Any, make: Callable[..., Any]) -> None:
+    """A named backend that the device keeps out is why the next one serves, and the plan's first lines warn of it."""
+    toy("acme", rms_norm=kernel, devices=("acme:x2",))
+    made = make({"backend": "acme,reference"}, device="acme:x1")
+    assert made.choice("rms_norm", "moe").reason == "acme: it runs on acme:x2; not on acme:x1"
+    warning = "warning: acme, which the policy names, serves nothing here: it runs on acme:x2; not on acme:x1 (device)"
+    assert warning in made.table().splitlines()
+    assert warning in made.explain("rms_norm").splitlines()
+    served = make({"backend": "acme,reference"}, device="acme:x2")
+    assert "warning" not in served.table()
+
+
 def test_misspelt_operator_is_not_called_absent(toy: Any, make: Callable[..., Any]) -> None:
     """The operator that was meant says what its entry is called, in the plan and in the refusal."""
     module = toy("acme", rms_norm=kernel)
