@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 from m3hal import ops
 from m3hal._files import write_whole
-from m3hal.dispatch import Policy, devices
+from m3hal.dispatch import Policy, admission, devices
 from m3hal.dispatch.devices import detect
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
-from m3hal_conformance import jobs, reports
+from m3hal_conformance import jobs, placing, reports
 from m3hal_conformance.case import DTYPES, Case
 from m3hal_conformance.checks import CHECKS
 from m3hal_conformance.claim import make_claim
@@ -47,7 +47,11 @@ _MOST_THREADS = 4096
 
 def conform(options: argparse.Namespace) -> int:
     """Runs the suite against a backend and writes what was asked for. Exit codes 0, 1, 2, 3 as in ``exit_code``."""
-    device = device_of(options.device)
+    if options.list:
+        named_device(options.device, options.backend)
+        print("\n".join(case.id for case in _cases(options)))
+        return 0
+    device = device_of(options.device, options.backend)
     backend = _backend(options.backend, device)
     threads = default_threads(backend) if options.threads is None else options.threads
     if not 1 <= threads <= _MOST_THREADS:
@@ -56,10 +60,8 @@ def conform(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--jobs takes 1 or more, not {options.jobs}.")
     runner = Runner(backend, device, options.seed, threads, required(options))
     cases = _cases(options)
-    if options.list:
-        print("\n".join(case.id for case in cases))
-        return 0
     runner.plan(cases[0].operator, cases[0].site, cases[0].layout)  # an unusable backend is an error, not 600 results
+    runner.check_placing()
     check_writable(options, "json", "junit", "html")
     told = _waivers(options)
     waivers = concerning(told, runner.device)
@@ -90,27 +92,42 @@ def _backend(name: str | None, device: str) -> str:
     return asked
 
 
-def device_of(device: str | None) -> str:
-    """``--device``, or this machine's first. Refuses what is no device, or is not here: no case fails for that."""
-    named = named_device(device)
+def device_of(device: str | None, backend: str | None = None) -> str:
+    """``--device``, or this machine's first. Refuses what is no device, or is not here: no case fails for that.
+
+    Of kinds that m3hal can't look for, ``Runner.check_placing`` tells later whether they are here.
+    """
+    named = named_device(device, backend)
     if device is not None and not devices.is_present(named):
         here = ", ".join(dict.fromkeys(found.device for found in detect()))
-        raise UnsupportedError(f"this machine has no {device}, so nothing can be asked there. It has: {here}.")
+        raise UnsupportedError(
+            f"this machine has no {device}, so nothing can be asked there. It has: {here}. "
+            f"`m3hal explain --device {device}` plans for it anyway, `m3hal bench --device {device} --list` names "
+            "its rows, and `m3hal bench --read FILE` prints a table that was measured there."
+        )
     return named
 
 
-def named_device(device: str | None) -> str:
-    """The same, of any machine: refuses only what is no device."""
+def named_device(device: str | None, backend: str | None = None) -> str:
+    """The same, of any machine: refuses only a kind that neither m3hal, torch nor an admitted backend's manifest names.
+
+    backend: as ``--backend`` names it; None: what the policy admits.
+    """
     if device is None:
         return detect()[0].device
     kind = devices.kind(devices.check(device))
-    if kind not in devices.KINDS:
-        meant = devices.meant(device)
-        hint = f" Did you mean {meant!r}?" if meant else ""
-        raise ConfigurationError(
-            f"{device!r} is no device that torch tensors can be put on here; `m3hal devices` lists them.{hint}"
-        )
-    return device
+    if kind in devices.KINDS or placing.is_kind_of_torch(device):
+        return device
+    others = admission.further_kinds(Policy.resolve({"backend": backend} if backend else {}).on(device))
+    if devices.matches(kind, others):
+        return device
+    meant = devices.meant(device)
+    hint = f" Did you mean {meant!r}?" if meant else ""
+    raise ConfigurationError(
+        f"{device!r} is of no kind that m3hal, torch or the manifest of a backend that is asked names: "
+        f"{', '.join([*devices.KINDS, *others])}. A manifest names one as devices=({kind + ':*'!r},); "
+        f"`m3hal devices` lists what this machine has.{hint}"
+    )
 
 
 def required(options: argparse.Namespace) -> tuple[str, ...]:

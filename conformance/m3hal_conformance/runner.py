@@ -30,6 +30,8 @@ from m3hal_conformance.files import unlisted_modules
 from m3hal_conformance.harness import torch_threads
 from m3hal_conformance.oracle import UncalibratedError
 from m3hal_conformance.page_map import PageMap
+from m3hal_conformance.placing import check as check_placing
+from m3hal_conformance.placing import torch_device
 from m3hal_conformance.results import CheckResult, Result
 from m3hal_conformance.sizes import CPU, DEVICE, Sizes, sizes_of
 from m3hal_conformance.trees import tensors
@@ -87,8 +89,7 @@ class Runner:
 
     @cached_property
     def torch_device(self) -> torch.device:
-        kind = self.device.partition(":")[0]
-        return torch.device({"hip": "cuda"}.get(kind, kind))
+        return torch_device(self.device)
 
     def run(self, cases: Iterable[Case], progress: Callable[[Case, Result], None] | None = None) -> list[Result]:
         """A result for every case, in order."""
@@ -176,6 +177,14 @@ class Runner:
         kinds = dict.fromkeys(kind for impl in impls if isinstance(impl.layouts, tuple) for kind in impl.layouts)
         return tuple(kind for kind in kinds if isinstance(kind, str) and is_private(kind))
 
+    def check_placing(self) -> None:
+        """Raises M3halError where the backend can't be asked at all, or tensors can't be put on the device."""
+        made = self._plan(ops.NAMES[0], make_site("moe", "float32"), ("hnd",))
+        manifests = [found.manifest for found in made.backends if found.manifest and found.is_usable]
+        several = [impls for manifest in manifests for impls in manifest.operators.values()]
+        impls = [impl for found in several if isinstance(found, tuple) for impl in found if isinstance(impl, Impl)]
+        check_placing(self.device, dict.fromkeys(str(impl.path).partition(":")[0] for impl in impls))
+
     def libraries(self) -> dict[str, str]:
         """The installed versions of the libraries that the manifest names."""
         found = {}
@@ -211,8 +220,11 @@ class Runner:
     def _bind(self, operator: str, site: Site, layout: str) -> Offer:
         made = self.plan(operator, site, layout)
         choice = made.choice(operator, site.kind)
-        faults = [f"{verdict.backend} {verdict.impl}: {verdict.reason}" for verdict in made.faults
-                  if verdict.operator == operator]  # fmt: skip
+        faults = [
+            f"{' '.join(filter(None, (verdict.backend, verdict.impl)))}: {verdict.reason}"
+            for verdict in made.faults
+            if verdict.operator == operator
+        ]
         if faults:  # also where another entry serves the site: the one at fault would silently never run
             raise Faulty("manifest", "; ".join(faults))
         if not choice.is_served:

@@ -65,4 +65,6 @@ def ask(backend: str, question: Question, *, device: str = "", seed: int = 0) ->
 
 @cache
 def _runner(backend: str, device: str, seed: int) -> Runner:
-    return Runner(backend, device, seed, default_threads(backend))
+    made = Runner(backend, device, seed, default_threads(backend))
+    made.check_placing()
+    return made

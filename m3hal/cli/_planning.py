@@ -10,7 +10,7 @@ from typing import Any
 from m3hal._files import parsed
 from m3hal._published import as_published
 from m3hal.cli._memory import ALIASES, SCHEMES, cache_format
-from m3hal.dispatch import Plan, Policy, admission, devices, discovery, plan
+from m3hal.dispatch import Plan, Policy, admission, devices, plan
 from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal.dispatch.names import LEVELS
 from m3hal.dispatch.planner import VLLM_HOLDS
@@ -68,10 +68,7 @@ def _known(device: str, policy: Policy) -> str:
     kind = devices.kind(devices.check(device))
     if kind in devices.KINDS:
         return device
-    admitted = discovery.discover(lambda name, distribution: admission.refusal(policy, name, distribution))
-    manifests = [found.manifest for found in admitted if found.manifest]
-    kinds = {devices.kind(pattern) for manifest in manifests for pattern in manifest.devices}
-    others = sorted(kinds - {*devices.KINDS, "*"})  # the reference's "*" names no kind
+    others = admission.further_kinds(policy)
     if devices.matches(kind, others):
         return device
     known = ", ".join(["cpu", "cuda:sm_XX", "hip:gfxXXX", "hpu:gaudi2", *(f"{other}:*" for other in others)])

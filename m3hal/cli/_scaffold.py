@@ -37,7 +37,7 @@ MANIFEST = Manifest(
     vendor="Name",
     api=">=1,<2",
     priority=-1,  # serves only who asks for it by name; 100 once you want it under "auto"
-    devices=("cpu",),  # e.g. ("NAME:*",)
+    devices=("cpu",),  # e.g. ("NAME:*",), where torch calls the kind "NAME"
     libraries={"torch": ">=2.9"},  # your runtime's distribution and versions
     probe="m3hal_NAME.probe:probe",
     operators={
@@ -53,7 +53,10 @@ MANIFEST = Manifest(
 '''
 
 PROBE = '''\
-"""Whether this machine's software can use the device. It must not initialise the device: vLLM forks after planning."""
+"""Whether this machine's software can use the device. It must not initialise the device: vLLM forks after planning.
+
+m3hal looks for CPUs, CUDA, ROCm and Gaudi devices itself; whether one of another kind is there is asked here alone.
+"""
 
 
 def probe(device: str) -> str | None:
@@ -93,11 +96,13 @@ from m3hal_conformance.vendor import ask, cases
 
 from m3hal_NAME import MANIFEST
 
+DEVICE = "cpu"  # where it is asked: one that the manifest's devices match, e.g. "NAME:x1"
+
 
 @pytest.mark.parametrize("case", cases(operators=MANIFEST.operators), ids=str)
 def test_conformance(case):
     """The backend computes the operator."""
-    ask("NAME", case)
+    ask("NAME", case, device=DEVICE)
 '''
 
 WORKFLOW = """\
@@ -113,7 +118,7 @@ jobs:
       - run: pip install -e '.[test]'
       # asks every case that `pytest` asks, and writes what came of it
       - run: >-
-          m3hal conform --backend NAME --waivers waivers.toml
+          m3hal conform --backend NAME --device cpu --waivers waivers.toml
           --json claim.json --html report.html --junit junit.xml
       - uses: actions/upload-artifact@v4
         if: always()

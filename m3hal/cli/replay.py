@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Replays one file."""
     capture = suite("m3hal_conformance.capture")
-    device = suite("m3hal_conformance.command").device_of(arguments.device)
+    device = suite("m3hal_conformance.command").device_of(arguments.device, arguments.backend)
     backend = _backend(arguments.backend, device)
     result = capture.replay(arguments.file, backend, device)
     again = f"m3hal replay {shlex.quote(arguments.file)} --backend {backend} --device {device}"

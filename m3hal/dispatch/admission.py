@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from m3hal import ops
-from m3hal.dispatch import watch
-from m3hal.dispatch.discovery import Found
+from m3hal.dispatch import devices, watch
+from m3hal.dispatch.discovery import Found, discover
 from m3hal.dispatch.errors import ConfigurationError, UnsupportedError, did_you_mean
 from m3hal.dispatch.names import LEVELS, RESERVED, BackendName
 from m3hal.dispatch.policy import Policy
@@ -66,6 +66,13 @@ def refusal(policy: Policy, name: str, distribution: str) -> str | None:
     return f"the policy names {rivals[0]}" if rivals else None
 
 
+def further_kinds(policy: Policy) -> list[str]:
+    """Kinds of devices that m3hal can't look for, and that a manifest which the policy admits names."""
+    admitted = discover(lambda name, distribution: refusal(policy, name, distribution))
+    named = {devices.kind(pattern) for found in admitted if found.manifest for pattern in found.manifest.devices}
+    return sorted(named - {*devices.KINDS, "*"})  # the reference's "*" names no kind
+
+
 def check_backends(policy: Policy, backends: Sequence[Found], device: str) -> None:
     """Every backend that the policy names must be installed, and of each list one must be usable on the device."""
     for name in (*policy.named(), *policy.deny):
@@ -77,7 +84,8 @@ def check_backends(policy: Policy, backends: Sequence[Found], device: str) -> No
         if order and len(rejected) == len(found):
             asked = ",".join(map(str, order))
             reasons = "; ".join(f"{v.distribution}: {v.reason} ({v.stage})" for v in rejected)
-            raise UnsupportedError(f"backend {asked!r} is not usable on {device}: {reasons}.", rejected)
+            more = " `m3hal doctor` shows the traceback." if any(backend.traceback for backend in found) else ""
+            raise UnsupportedError(f"backend {asked!r} is not usable on {device}: {reasons}.{more}", rejected)
 
 
 def _meant(name: BackendName, backends: Sequence[Found]) -> list[Found]:
@@ -86,6 +94,6 @@ def _meant(name: BackendName, backends: Sequence[Found]) -> list[Found]:
 
 def _installing(name: BackendName, backends: Sequence[Found]) -> str:
     if name.name in _EXTRAS and not name.distribution:
-        return f" pip install 'm3hal[{name.name}]' installs it."
+        return f" pip install 'm3hal[{name.name}]' installs it, or in a clone pip install -e backends/{name.name}."
     spelled = [str(found) if name.distribution else found.name for found in backends]
     return did_you_mean(str(name), [*spelled, *RESERVED])

@@ -364,7 +364,7 @@ def test_an_unknown_kind_imports_no_backend_that_the_policy_excludes(run: Any, m
         asked.append(refusal("acme", "toy"))
         return ()
 
-    monkeypatch.setattr("m3hal.cli._planning.discovery.discover", spy)
+    monkeypatch.setattr("m3hal.dispatch.admission.discover", spy)
     assert run("explain", "--device", "gpu", "--deny", "acme")[0] == 2
     assert asked[0] is not None
     assert "den" in asked[0]

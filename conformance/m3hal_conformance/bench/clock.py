@@ -5,7 +5,7 @@ the cache and no launch waits for the host. Kernels that are launched while the 
 the call before, which in a model is another operator's; ``apart`` puts a small kernel that allows no overlap between
 calls, and takes off the time of a graph of such kernels alone. ``single`` is the time between two events around one
 call behind a flush of the cache, while the GPU is kept busy until the host has launched it. On a CPU all are the time
-of calls.
+of calls, and so they are on other accelerators, whose work is waited for once a measurement.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def measure(work: Work, device: torch.device, runs: int, apart: bool = False) ->
     if work.timing == "host":
         timed = {name: _host(calls[0], device) for name, calls in work.calls.items()}
     elif device.type != "cuda":
-        timed = {name: _looped(calls) for name, calls in work.calls.items()}
+        timed = {name: _looped(calls, device) for name, calls in work.calls.items()}
     elif work.timing == "chained":
         between = torch.zeros(1, device=device).zero_ if apart else None
         timed = {name: _replayed(calls, between) for name, calls in work.calls.items()}
@@ -53,8 +53,13 @@ def warm(calls: Mapping[str, Sequence[Call]], device: torch.device) -> None:
     for functions in calls.values():
         for function in (*functions, *functions):
             function()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait(device)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given; a CPU has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def events(function: Call, times: int = 1) -> float:
@@ -106,11 +111,12 @@ def _alone(function: Call, flush: torch.Tensor) -> Callable[[], float]:
     return once
 
 
-def _looped(calls: Sequence[Call]) -> Callable[[], float]:
+def _looped(calls: Sequence[Call], device: torch.device) -> Callable[[], float]:
     def once() -> float:
         begin = time.perf_counter()
         for function in calls:
             function()
+        wait(device)
         return (time.perf_counter() - begin) / len(calls) * 1e6
 
     return once
@@ -125,8 +131,7 @@ def _host(function: Call, device: torch.device, calls: int = 20) -> Callable[[],
             begin = time.perf_counter()
             function()
             found.append(time.perf_counter() - begin)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            wait(device)
         return statistics.median(found) * 1e6
 
     return once
@@ -135,8 +140,8 @@ def _host(function: Call, device: torch.device, calls: int = 20) -> Callable[[],
 def ceilings(device: torch.device) -> dict[str, float]:
     """What the device does at most: GB/s of a large copy (read + write) and of reading, TFLOP/s of matrix products."""
     gpu = device.type == "cuda"
-    size, side = (1 << 32, 8192) if gpu else (1 << 26, 512)  # bytes: a kernel's start and end must not show
-    clock: Callable[[Call], float] = (lambda f: events(f, 5)) if gpu else (lambda f: _looped([f] * 3)())
+    size, side = (1 << 26, 512) if device.type == "cpu" else (1 << 32, 8192)  # bytes: its start and end must not show
+    clock: Callable[[Call], float] = (lambda f: events(f, 5)) if gpu else (lambda f: _looped([f] * 3, device)())
 
     def fastest(function: Call) -> float:
         function()
