@@ -173,6 +173,22 @@ def test_edited_claim_is_found(claim, edit, sentence):
     assert any(f.state == "broken" and sentence in f.sentence for f in verify(made))
 
 
+def test_tiers_of_another_suite_are_no_edit(claim, monkeypatch):
+    """Where only the suite has changed since, the claim is stale: its counts still follow, its tiers can't be told."""
+    made = json.loads(json.dumps(claim[0]))
+    made["tiers"]["experts"] = True  # as they were with the suite that ran
+    made["digest"] = digest(made)
+    assert "its tiers do not follow from its results" in [f.sentence for f in verify(made)]
+    more = [*CASES, *select(ids=["rms_norm/one_token"])]
+    monkeypatch.setattr("m3hal_conformance.verification.all_cases", lambda: more)
+    made["suite"]["whole"] = True
+    made["digest"] = digest(made)
+    states = {finding.sentence: finding.state for finding in verify(made)}
+    assert states[f"stale: it ran {len(CASES)} cases; the suite now has {len(more)}"] == "broken"
+    assert states["its counts follow from its results; its tiers are those of the suite that it ran"] == "ok"
+    assert not [sentence for sentence in states if "do not follow" in sentence]
+
+
 @pytest.mark.parametrize("name", ["backend", "suite", "results", "implementations", "counts", "digest", "tiers"])
 def test_torn_claim_is_refused(claim, tmp_path, capsys, name):
     """A claim that lacks a part, or has it of another kind, is a sentence and exit code 2, not a traceback."""

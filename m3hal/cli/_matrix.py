@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from m3hal import ops
 from m3hal.dispatch import Plan, devices
 from m3hal.dispatch.discovery import REFERENCE, Found
-from m3hal.dispatch.levels import proved
-from m3hal.dispatch.names import LEVEL_WORDS
+from m3hal.dispatch.levels import proved, with_stale
+from m3hal.dispatch.names import LEVEL_WORDS, LEVELS
 from m3hal.dispatch.screen import Candidate, Demands, candidates, screen
 from m3hal.dispatch.table import folded, table
 
@@ -19,7 +19,8 @@ from m3hal.dispatch.table import folded, table
 class Offer:
     """An implementation that would run at some sites, or the reason why it, or none, does.
 
-    level: "" where nothing would run.
+    level: "" where nothing would run. stale: the command that says which files of an implementation changed after it
+    ran.
     """
 
     backend: str
@@ -28,6 +29,7 @@ class Offer:
     impl: str
     level: str
     reason: str
+    stale: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "sites": list(self.sites)}
@@ -42,7 +44,7 @@ def offers(plan: Plan) -> list[Offer]:
     demands = Demands(plan.policy.require, None, True, devices.kind(plan.device) != "cpu", plan.device)
     found_offers = []
     for found in usable:
-        good, _ = candidates(found, wanted, levels)
+        good = with_stale(found, candidates(found, wanted, levels)[0], plan.device)
         for operator in wanted.values():
             mine = [candidate for candidate in good if candidate.operator == operator.name]
             found_offers += _merged(_at_sites(plan, found, operator, mine, demands))
@@ -59,7 +61,7 @@ def _at_sites(
         first = next((pair for pair in verdicts if pair[1].accepted), None)
         if first:
             chosen = first[0]
-            yield Offer(found.name, operator.name, (site.kind,), chosen.label, chosen.level, "")
+            yield Offer(found.name, operator.name, (site.kind,), chosen.label, chosen.level, "", chosen.stale)
         elif verdicts:
             reason = "; ".join(dict.fromkeys(f"{c.label}: {v.reason}" for c, v in verdicts))
             yield Offer(found.name, operator.name, (site.kind,), "", "", reason)
@@ -72,9 +74,8 @@ def _merged(found: Iterator[Offer]) -> list[Offer]:
     """Sites with one outcome are one row."""
     sites: dict[Offer, list[str]] = {}
     for offer in found:
-        key = Offer(offer.backend, offer.operator, (), offer.impl, offer.level, offer.reason)
-        sites.setdefault(key, []).extend(offer.sites)
-    return [Offer(o.backend, o.operator, tuple(at), o.impl, o.level, o.reason) for o, at in sites.items()]
+        sites.setdefault(replace(offer, sites=()), []).extend(offer.sites)
+    return [replace(offer, sites=tuple(at)) for offer, at in sites.items()]
 
 
 def withheld(plan: Plan, operator: str) -> str:
@@ -91,7 +92,7 @@ def matrix(plan: Plan, found: list[Offer], width: int | None = None) -> str:
     """A table of what would run, then per backend why not more."""
     if not found:
         return ""
-    running = [(o.backend, o.operator, ", ".join(o.sites), o.impl, LEVEL_WORDS[o.level]) for o in found if o.impl]
+    running = [(o.backend, o.operator, ", ".join(o.sites), o.impl, _proved(o, plan.device)) for o in found if o.impl]
     lines = [f"what each backend has for {plan.device}"]
     if running:
         lines.append(table(("backend", "operator", "sites", "implementation", "proved"), running, width))
@@ -102,4 +103,13 @@ def matrix(plan: Plan, found: list[Offer], width: int | None = None) -> str:
         absent = list(dict.fromkeys(offer.operator for offer in mine if not offer.reason))
         if absent:
             lines.append(folded(f"{backend} has nothing for {', '.join(absent)}", width))
+    commands = dict.fromkeys(offer.stale for offer in found if offer.stale)
+    lines += [f"stale: `{command}` says which files changed" for command in commands]
     return "\n".join(lines)
+
+
+def _proved(offer: Offer, device: str) -> str:
+    """How far, in words."""
+    if offer.stale:
+        return "stale: ran with other files"
+    return "run on a CPU" if device == "cpu" and offer.level == LEVELS[-1] else LEVEL_WORDS[offer.level]

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from m3hal._files import parsed
 from m3hal.dispatch.discovery import Found
 from m3hal.dispatch.identity import roots
 from m3hal.dispatch.names import LEVELS
+from m3hal.dispatch.screen import Candidate
 
 #: what a claim was made on -> what it proves
 _EXECUTORS = {"double": "contract", "in-process": "hardware"}
@@ -39,6 +41,24 @@ def proved(backends: Iterable[Found], device: str) -> dict[str, str]:
     return {identity: level for identity, level in levels.items() if identity not in failed}
 
 
+def with_stale(found: Found, candidates: Iterable[Candidate], device: str) -> list[Candidate]:
+    """A backend's implementations, marked where claims beside it tell that the operator ran with other files."""
+    candidates = list(candidates)
+    if all(candidate.level != LEVELS[0] for candidate in candidates):
+        return candidates
+    installed = {candidate.impl_id for candidate in candidates}
+    gone = {
+        str(row.get("case")).partition("/")[0]
+        for claim in _claims(found)
+        if str(claim.get("executor")) == "double" or claim.get("device") == device
+        for row in claim["results"]
+        if isinstance(row, Mapping) and row.get("status") == "pass" and row.get("impl_id") not in installed
+    }
+    folder = next(_folders(found), Path())
+    command = f"m3hal claim verify {folder}"
+    return [replace(c, stale=command) if c.level == LEVELS[0] and c.operator in gone else c for c in candidates]
+
+
 def shipped(backends: Iterable[Found]) -> list[Mapping[str, Any]]:
     """Every whole claim that lies beside a backend's manifest, once where backends share a package."""
     return list({str(claim["digest"]): claim for found in backends for claim in _claims(found)}.values())
@@ -50,10 +70,15 @@ def digest(claim: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _claims(found: Found) -> Iterator[Mapping[str, Any]]:
+def _folders(found: Found) -> Iterator[Path]:
+    """Where a backend's package keeps its claims."""
     package = found.target.partition(":")[0].partition(".")[0]
-    for root in roots(package):
-        for path in sorted((root / "claims").glob("*.json")) if root.is_dir() else ():
+    yield from (root / "claims" for root in roots(package) if (root / "claims").is_dir())
+
+
+def _claims(found: Found) -> Iterator[Mapping[str, Any]]:
+    for folder in _folders(found):
+        for path in sorted(folder.glob("*.json")):
             with contextlib.suppress(OSError):  # a link to nothing
                 status = path.stat()
                 claim = _read(path, status.st_mtime_ns, status.st_size)

@@ -10,7 +10,7 @@ from m3hal import ops
 from m3hal.dispatch import admission, coverage, devices, layout, pin
 from m3hal.dispatch.discovery import Found, discover
 from m3hal.dispatch.errors import M3halError
-from m3hal.dispatch.levels import proved
+from m3hal.dispatch.levels import proved, with_stale
 from m3hal.dispatch.plans import Choice, Plan
 from m3hal.dispatch.policy import Policy
 from m3hal.dispatch.screen import Candidate, Demands, candidates, screen, screen_backend
@@ -111,14 +111,14 @@ class _Job:
             told = self.policy.told("backend")
             return replace(made, in_tree=True, reason=f"the policy asks for it: backend {told}")
         pool, faults = self._pool(backends)
-        told = [*faults, *_rejected(backends)]
+        judged = [*faults, *_rejected(backends)]
         rows: dict[Key, Row] = {(op.name, at.kind): self._screen(op, at, pool[op.name]) for op, at in self._places()}
         layouts, reasons = self._layouts(rows)
         rows = {key: _with_layout(key, row, layouts) for key, row in rows.items()}
         made_of: dict[Key, Choice] = {}
         for key, row in rows.items():  # what a fused operator covers comes before it
             is_core = ops.load(key[0]).kind == "core"
-            made_of[key] = self._core(*key, row, told) if is_core else self._fused(*key, row, made_of, told)
+            made_of[key] = self._core(*key, row, judged) if is_core else self._fused(*key, row, made_of, judged)
         choices = (*made_of.values(), *self._held())
         return replace(made, choices=choices, layouts=layouts, layout_reasons=reasons, faults=tuple(faults))
 
@@ -141,7 +141,7 @@ class _Job:
         for found in usable:
             good, bad = candidates(found, self.wanted, levels)
             faults += bad
-            for candidate in good:
+            for candidate in with_stale(found, good, self.device) if self.levels is None else good:
                 pool[candidate.operator].append(candidate)
         return pool, faults
 

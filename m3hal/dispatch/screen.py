@@ -26,7 +26,10 @@ from m3hal.shape import Site
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation of one operator, well-formed and identified."""
+    """One implementation of one operator, well-formed and identified.
+
+    stale: the command that says which files changed, where claims tell that it ran with others; "" where none does.
+    """
 
     operator: str
     backend: str
@@ -36,6 +39,7 @@ class Candidate:
     impl_id: str
     level: str
     priority: int
+    stale: str = ""
 
     @property
     def label(self) -> str:
@@ -238,6 +242,8 @@ def _level(candidate: Candidate, operator: ops.Operator, site: Site, demands: De
     if least is None or candidate.backend == REFERENCE:  # it is what the levels are measured against
         return None
     if LEVELS.index(candidate.level) < LEVELS.index(least):
+        if candidate.stale:
+            return f"stale: it ran with other files, see `{candidate.stale}`; the policy asks for {least!r}"
         return f"it is proved to the level {candidate.level!r}; the policy asks for {least!r}"
     return None
 

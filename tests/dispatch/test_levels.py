@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
+import m3hal
+from m3hal import ops
+from m3hal.dispatch import Impl
 from m3hal.dispatch.discovery import Found
-from m3hal.dispatch.levels import digest, proved, shipped
+from m3hal.dispatch.levels import digest, proved, shipped, with_stale
+from m3hal.dispatch.screen import Candidate, Demands, _level
+
+SHAPE = m3hal.ModelShape.from_config(
+    m3hal.MINIMAX_M3, dtype="bfloat16", page_size=128, max_tokens=64, max_seqs=4, max_context=1024
+)
+SITE = SHAPE.sites()[0]
 
 
 @pytest.fixture
@@ -61,6 +70,29 @@ def test_a_part_of_the_cases_proves_nothing(package: Path) -> None:
     write(package / "b.json", "in-process", "x:y", b="pass", c="pass")
     write(package / "c.json", "in-process", "x:y", b="fail")
     assert proved([FOUND], "x:y") == {"c": "hardware"}
+
+
+def test_claims_about_other_files_are_called_stale(package: Path) -> None:
+    """Where the files changed after they ran, on this device or on a double, it isn't said that no claim is shipped."""
+    write(package / "a.json", "in-process", "x:y", old="pass")
+    write(package / "b.json", "double", "cpu", still="pass")
+    impl = Impl("m3hal_claiming:linear")
+
+    def marked(identity: str, device: str, level: str = "declared", operator: str = "linear") -> str:
+        one = Candidate(operator, "claiming", "m3hal-claiming", "1.0", impl, identity, level, 100)
+        (made,) = with_stale(FOUND, [one], device)
+        demands = Demands((), "hardware", False, True, device)
+        told = _level(made, ops.load(operator), SITE, demands)
+        assert (told or "").startswith("stale: it ran with other files, see `m3hal claim verify ") == bool(made.stale)
+        return made.stale
+
+    assert marked("new", "x:y") == f"m3hal claim verify {package}"
+    assert marked("new", "x:z") == f"m3hal claim verify {package}"
+    assert marked("new", "x:y", level="contract") == ""
+    assert marked("new", "x:y", operator="rms_norm") == ""
+    (package / "b.json").unlink()
+    assert marked("new", "x:z") == ""
+    assert marked("old", "x:y") == ""
 
 
 @pytest.mark.parametrize(
