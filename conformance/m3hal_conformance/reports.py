@@ -11,6 +11,9 @@ from typing import Any, TextIO
 from m3hal_conformance.case import Case
 from m3hal_conformance.results import STATUSES, Result, counts
 
+#: failures that a terminal shows with their sentences, and cases of one sentence that are named beside the first
+_BLOCKS, _NAMED = 20, 3
+
 
 class Progress:
     """One line that moves on a terminal; elsewhere a line per tenth of the run."""
@@ -102,13 +105,15 @@ def terminal(claim: Mapping[str, Any], results: Sequence[Result], *, selected: b
     rows = matrix(results)
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row[:6], widths, strict=True)) + "  " + row[6] for row in rows]
-    failed = [r for r in results if r.status == "fail"]
-    for result in failed[:20]:
-        lines += ["", f"FAIL {result.case}"]
-        lines += [f"  {', '.join(names)}: {sentence}" for names, sentence in result.faults]
-        lines.append(f"  again: {rerun(claim, result.case)}")
-    if len(failed) > 20:
-        lines += ["", f"and {len(failed) - 20} more failed; --html FILE shows all."]
+    alike = _alike(results)
+    for first, *others in alike[:_BLOCKS]:
+        lines += ["", f"FAIL {first.case}"]
+        lines += [f"  {', '.join(names)}: {sentence}" for names, sentence in first.faults]
+        lines += [f"  the same: {_few([result.case for result in others])}"] if others else []
+        lines.append(f"  again: {rerun(claim, first.case)}")
+    more = sum(map(len, alike[_BLOCKS:]))
+    if more:
+        lines += ["", f"and {more} more failed; --html FILE shows all."]
     found = counts(results)
     held = [tier for tier, ok in claim["tiers"].items() if ok]
     total = ", ".join(f"{found[s]} {s}" for s in STATUSES if found[s])
@@ -118,6 +123,20 @@ def terminal(claim: Mapping[str, Any], results: Sequence[Result], *, selected: b
         lines += [f"{name}: {told}" for name, told in facts(claim).items() if told and name not in ("backend", "tiers")]
     lines += [f"note: {note}" for note in claim["coverage"].get("notes", [])]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _alike(results: Sequence[Result]) -> list[list[Result]]:
+    """The failed ones; those that failed by the same checks with the same sentences together, as by one slip."""
+    groups: dict[tuple[tuple[tuple[str, ...], str], ...], list[Result]] = {}
+    for result in results:
+        if result.status == "fail":
+            groups.setdefault(tuple((tuple(names), told) for names, told in result.faults), []).append(result)
+    return list(groups.values())
+
+
+def _few(cases: Sequence[str]) -> str:
+    rest = len(cases) - _NAMED
+    return ", ".join(cases[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def junit(claim: Mapping[str, Any], results: Sequence[Result]) -> str:

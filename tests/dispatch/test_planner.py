@@ -76,7 +76,7 @@ def test_fused_operators_cover_what_runs_beside_them() -> None:
         ({"backend": "acmee"}, ConfigurationError, r"no backend 'acmee' is installed\. Did you mean 'acme'\?"),
         ({"deny": ["acmee"]}, ConfigurationError, "Did you mean 'acme'"),
         ({"backend": "in-proces:acme"}, ConfigurationError, "Did you mean 'in-process:acme'"),
-        ({"backend": "gaudi"}, ConfigurationError, r"pip install 'm3hal\[gaudi\]'"),
+        ({"backend": "gaudi"}, ConfigurationError, r"pip install 'm3hal\[gaudi\]' .*pip install -e backends/gaudi\."),
         ({"operators": {"linear": "acme"}}, ConfigurationError, "the engine vllm holds it; remove operators.linear"),
         ({"require": ["batch_invariance"]}, ConfigurationError, "no trait.* Did you mean 'batch_invariant'"),
         ({"require": ["p_dtype=fp8"]}, ConfigurationError, "the values of p_dtype are bfloat16, e4m3x448, float32"),
