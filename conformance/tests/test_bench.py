@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from m3hal_conformance.bench import Bench, Floor, Row, Work, Wrong, clock, table
-from m3hal_conformance.bench.bench import alone, nbytes, relative, sample
+from m3hal_conformance.bench import Bench, Floor, Row, Work, Wrong, clock, picture, table
+from m3hal_conformance.bench.bench import _refusals, alone, nbytes, relative, sample
 from m3hal_conformance.bench.command import measure
 from m3hal_conformance.bench.rows import operators, rows
 from m3hal_conformance.bench.vllm_peer import find
@@ -22,6 +22,7 @@ from m3hal import ops
 from m3hal.cli import main
 from m3hal.dispatch import Impl, Manifest, register, unregister
 from m3hal.dispatch.errors import M3halError
+from m3hal.dispatch.verdict import Verdict
 from m3hal.ops import ExpertWeights
 from m3hal.reference import bind_definition
 
@@ -193,28 +194,145 @@ def test_without_the_peer_the_table_says_why(installed, told, monkeypatch):
     assert told in reason
 
 
-def test_picture(monkeypatch, tmp_path):
-    """A PNG where matplotlib is, and otherwise a sentence that says how to get one."""
-    shown = [table.Measured("rms_norm", "1", "measured", us={"m3hal": 2.0}, share=0.5)]
-    told = table.picture(shown, tmp_path / "a.png", "title")
-    assert told is None or "pip install" in told
-    assert (tmp_path / "a.png").exists() == (told is None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'm3hal-conformance[bench]'" in table.picture(shown, tmp_path / "b.png", "title")
+def test_picture(tmp_path):
+    """A PNG where matplotlib is."""
+    pytest.importorskip("matplotlib", reason="it draws, and is an extra that is not installed here")
+    shown = [
+        table.Measured("rms_norm", "1", "measured", us={"m3hal": 2.0, "vllm": 3.0}, share=0.5, ratio=1.5, best="vllm")
+    ]
+    picture.draw(shown, tmp_path / "a.png", "title")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_picture_of_a_share_above_one(monkeypatch, tmp_path):
-    """The bar ends at 100 %, and what it would be stands beside it."""
+@pytest.fixture
+def axes(monkeypatch):
+    """What would be drawn on, without matplotlib."""
     library = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "matplotlib", library)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", library)
+    drawn = library.Figure.return_value.subplots.return_value
+    drawn.legend = library.Figure.return_value.legend
+    return drawn
+
+
+def test_picture_of_a_share_above_one(axes, tmp_path):
+    """The bar ends at 100 %, and what it would be stands beside it."""
     shown = [table.Measured("rms_norm", case, "measured", us={"m3hal": 2.0}, share=share) for case, share in
              (("1", 0.5), ("8", 1.284))]  # fmt: skip
-    table.picture(shown, tmp_path / "a.png", "NVIDIA H200 (cuda:sm_90), triton")
-    axes = library.Figure.return_value.subplots.return_value
+    picture.draw(shown, tmp_path / "a.png", "NVIDIA H200 (cuda:sm_90), triton")
     assert axes.barh.call_args.args == (["rms_norm  1", "rms_norm  8"], [0.5, 1])
     assert [call.args[:2] for call in axes.annotate.call_args_list] == [("128%", (1, 1))]
     assert axes.set.call_args.kwargs["title"] == "NVIDIA H200 (cuda:sm_90), triton"
+    assert not axes.legend.called
+    assert not axes.scatter.called
+
+
+def test_picture_shows_where_a_rival_is_faster(axes, tmp_path):
+    """Its mark is the share that it reaches: beyond the bar where it is faster, hollow where it is of another kind."""
+    kinds = (
+        ("1", 0.5, 2.0, "vllm"),
+        ("8", 0.5, 0.8, "vllm cuda"),
+        ("64", 0.4, 0.5, "our fp8"),
+        ("512", 0.9, 0.5, "vllm"),
+    )
+    shown = [table.Measured("rms_norm", case, "measured", us={"m3hal": 2.0}, share=share, ratio=ratio, best=best)
+             for case, share, ratio, best in kinds]  # fmt: skip
+    picture.draw([shown[0], table.Measured("msa", "host", "measured", ratio=2.0, best="vllm"), *shown[1:]],
+                 tmp_path / "a.png", "title")  # fmt: skip
+    (alike, other) = axes.scatter.call_args_list
+    assert alike.args == ((0.25, 0.625, 1), (0, 1, 3))
+    assert other.args == ((0.8,), (2,))
+    assert alike.kwargs["facecolor"] != other.kwargs["facecolor"]
+    assert axes.legend.called
+
+
+@pytest.mark.parametrize("options", [["--read", "{table}"], ["--device", "cpu", "--backend", "reference"]])
+def test_a_picture_without_matplotlib_is_refused(monkeypatch, capsys, tmp_path, options):
+    """Before anything is measured, with what to install; no picture is no success."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("m3hal_conformance.bench.command.measure", lambda *_: pytest.fail("it ran"))
+    made = tmp_path / "table.json"
+    made.write_text(table.to_json([table.Measured("rms_norm", "1", "measured", us={"m3hal": 2.0}, share=0.5)],
+                                  {"device": "cpu", "backend": "reference"}, {}, "m3hal bench"))  # fmt: skip
+    named = [option.format(table=made) for option in options]
+    assert main(["bench", *named, "--png", str(tmp_path / "a.png")]) == 2
+    assert "pip install 'm3hal-conformance[bench]'" in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_a_table_without_shares_makes_no_picture(axes, capsys, tmp_path):
+    """An empty chart would say that all went well."""
+    made = tmp_path / "table.json"
+    made.write_text(table.to_json([table.Measured("gate", "1", "measured", us={"64,16": 2.0})],
+                                  {"device": "cpu", "backend": "reference"}, {}, "m3hal bench"))  # fmt: skip
+    assert main(["bench", "--read", str(made), "--png", str(tmp_path / "a.png")]) == 2
+    assert "there are no shares to draw" in capsys.readouterr().err
+    assert not axes.barh.called
+
+
+@pytest.mark.parametrize(
+    ("rival", "alike"),
+    [("vllm", True), ("vllm split 264", True), ("vllm marlin", True), ("cuBLAS", True), ("cuBLAS bf16", False),
+     ("our fp8", False), ("vllm fp8", False), ("dense cuDNN", False), ("vllm tuned fp8 activations", False)],
+)  # fmt: skip
+def test_a_ratio_to_another_kind_of_rival_is_marked(rival, alike):
+    """Somebody else's kernel at the row's formats has none; what the mark means stands below the table."""
+    shown = [table.Measured("linear", "1", "measured", us={"m3hal": 2.0, rival: 3.0}, ratio=1.5, best=rival, runs=5)]
+    assert table.line(shown[0])[4] == ("1.50" if alike else "1.50*")
+    told = table.footer(shown, {"device": "cpu", "backend": "a"}, {}, "m3hal bench")
+    assert ("* the fastest rival" in told) is not alike
+
+
+def test_the_footer_tells_machine_date_runs_and_ceilings():
+    """All that the file knows of where its numbers come from, and what was asked."""
+    where = {"device": "cuda:sm_90", "device_label": "NVIDIA H200", "backend": "triton", "torch": "2.11.0"}
+    machine = {**where, "driver": "580", "date": "2026-11-30", "require": ["batch_invariant"], "peer_absent": "none"}
+    shown = [table.Measured("rms_norm", "1", "measured", us={"m3hal": 2.0}, share=1.74, runs=7)]
+    told = table.footer(shown, machine, {"copy_GBps": 4247.09, "bfloat16_TFLOPs": 790.88}, "m3hal bench --op rms_norm")
+    assert told.splitlines() == [
+        "microseconds, medians of 7 interleaved runs; NVIDIA H200 (cuda:sm_90), backend triton, torch 2.11.0, "
+        "driver 580, 2026-11-30",
+        "ceilings: copy 4247 GB/s, bfloat16 790.9 TFLOP/s",
+        "required of implementations: batch_invariant",
+        "a share far above 100 % says that its floor counts what the call needn't do, not that it is fast",
+        "no peer: none",
+        "m3hal bench --op rms_norm",
+    ]
+    assert table.footer([], {"device": "cpu", "backend": "a"}, {}, "x").startswith("nothing was timed; cpu, backend a")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--read", "x.json", "--require", "batch_invariant"], "--read measures nothing"),
+        (["--read", "x.json", "--peer", "vllm", "--apart"], "Leave out --peer and --apart."),
+        (["--device", "cpu", "--list", "--require", "batch_invariant"], "--list measures nothing"),
+        (["--device", "cpu", "--check-only", "--png", "a.png"], "no shares to draw. Leave out --png."),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(capsys, options, told):
+    """Whoever asked for variants must not read a table of something else."""
+    assert main(["bench", *options]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_what_nothing_serves_is_told_with_its_implementations():
+    """Two implementations' reasons are two, each with its name."""
+
+    def refused(impl, reason):
+        return Verdict("limits", False, reason, "nvidia_vllm", impl=impl)
+
+    two = [refused("verify bf16", "kv_format is 'fp8_e4m3'"), refused("verify fp8", "num_kv_heads is 4")]
+    assert _refusals(two) == "verify bf16: kv_format is 'fp8_e4m3'; verify fp8: num_kv_heads is 4"
+    assert _refusals([refused("a", "not on cpu"), refused("b", "not on cpu")]) == "not on cpu"
+
+
+def test_a_rival_that_is_not_served_has_no_column(bench, monkeypatch):
+    """It is no reason for the row, whose own format may well be served."""
+    monkeypatch.setattr(bench, "calls", mock.Mock(side_effect=Unsupported("it takes bf16")))
+    assert bench.rival("our fp8", "sparse_attention", None, [], None) == {}
+    monkeypatch.setattr(bench, "calls", lambda *_, **__: [1])
+    assert bench.rival("our fp8", "sparse_attention", None, [], None) == {"our fp8": [1]}
 
 
 def test_command(tmp_path, capsys):
@@ -233,7 +351,10 @@ def test_command(tmp_path, capsys):
     again = capsys.readouterr().out
     assert "prefill TP4" in again
     assert "prefill TP1" not in again
-    assert "microseconds on cpu by reference; m3hal" in again
+    assert "microseconds, medians of 5 interleaved runs; " in again
+    assert f"backend reference, torch {torch.__version__}" in again
+    assert f", {made['machine']['date']}\nceilings: copy " in again
+    assert again.rstrip().splitlines()[-1] == made["command"]
     assert main(["bench", "--read", str(out), "--case", "TP4", "--json"]) == 0
     assert all("TP4" in row["case"] for row in json.loads(capsys.readouterr().out)["rows"])
     assert main(["bench", "--read", str(out), "--case", "nothing"]) == 2
@@ -392,7 +513,7 @@ def test_picture_of_a_kind_that_cannot_be_drawn(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", library)
     shown = [table.Measured("rms_norm", "1", "measured", us={"m3hal": 2.0}, share=0.5)]
     with pytest.raises(M3halError, match=r"can't be drawn: Format 'nope' is not supported\."):
-        table.picture(shown, tmp_path / "a.nope", "title")
+        picture.draw(shown, tmp_path / "a.nope", "title")
 
 
 def test_fewer_than_five_runs_are_refused(capsys):

@@ -37,12 +37,13 @@ def test_a_peer_whose_compiled_operators_are_absent_has_no_column(bench: Bench) 
     """The rest of the row stays, with the reason."""
     (row,) = [row for row in rows("qk_norm_rope_insert", True) if row.case == "bf16 TP4 5"]
     found = measure(bench, row, {}, 0)
-    assert (found.status, found.peer_absent) == ("checked", "its compiled operators are not loaded")
+    assert (found.status, found.peer_absent) == ("checked", "vllm's compiled operators are not loaded")
 
 
 @pytest.mark.parametrize(
-    ("case", "theirs"), [("bf16", {}), ("fp8", {"vllm fp8": "fp8"}), ("nvfp4", {"vllm nvfp4": "nvfp4"}),
-                         ("mxfp4", {"vllm nvfp4": "nvfp4"})]
+    ("case", "theirs"), [("bf16", {"vllm": "auto"}), ("fp8", {"vllm bf16": "auto", "vllm": "fp8"}),
+                         ("nvfp4", {"vllm bf16": "auto", "vllm nvfp4 with bf16 keys": "nvfp4"}),
+                         ("mxfp4", {"vllm bf16": "auto", "vllm nvfp4 with bf16 keys": "nvfp4"})]
 )  # fmt: skip
 def test_insertion_is_beside_bf16_and_beside_its_own_format(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, case: str, theirs: dict[str, str]
@@ -58,8 +59,8 @@ def test_insertion_is_beside_bf16_and_beside_its_own_format(
         work.calls[name][0]()
         *_, named[name], _, _, _, k_scale, _ = given[-1]
         assert len(given[-1]) == 25
-        assert (k_scale is not None) == (name == "vllm nvfp4")
-    assert named == {"vllm": "auto"} | theirs
+        assert (k_scale is not None) == ("nvfp4" in name)
+    assert named == theirs
 
 
 def test_a_peer_that_computes_something_else_is_no_rival(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import torch
 
 from m3hal import ops
 from m3hal.dispatch import Bound
+from m3hal.dispatch.verdict import Verdict
 from m3hal.formats import QTensor
 from m3hal.layouts import KVLayout, PagedCache, page_map
 from m3hal.layouts.stored import stored
@@ -117,6 +119,21 @@ class Bench:
             found.append(partial(replanned, given, storage) if replans else partial(run, *planned(given, storage)))
         return found
 
+    def rival(
+        self,
+        name: str,
+        operator: str,
+        site: Site,
+        inputs: Sequence[tuple[Any, ...]],
+        out: Any,
+        *,
+        keep: str = "packed",
+    ) -> dict[str, list[Call]]:
+        """The plan's callable at another format, as a column of this name; none where the backend doesn't serve it."""
+        with suppress(Unsupported):
+            return {name: self.calls(operator, site, inputs, out, keep=keep)}
+        return {}
+
     def packed(self, bound: Bound, experts: ExpertWeights, keep: str = "packed") -> Any:
         """Experts as the callable takes them, kept with what they were made from, so that its identity is its own."""
         if bound.prepare_weights is None:
@@ -132,8 +149,7 @@ class Bench:
         made = self._runners[require].plan(operator, site, layout)
         choice = made.choice(operator, site.kind)
         if not choice.is_served:
-            told = dict.fromkeys(str(verdict.reason) for verdict in choice.verdicts if not verdict.accepted)
-            raise Unsupported("; ".join(told) or f"{self.runner.backend} does not implement {operator}")
+            raise Unsupported(_refusals(choice.verdicts) or f"{self.runner.backend} does not implement {operator}")
         return made.bind(operator, site.kind)
 
     def exact(self, operator: str, site: Site, *inputs: Any, require: tuple[str, ...] = ()) -> Any:
@@ -208,6 +224,18 @@ class Bench:
             chosen = torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=2**30)
             ids[low : low + 1024] = torch.where(chosen == 2**30, -1, chosen).int()
         return ids
+
+
+def _refusals(verdicts: Sequence[Verdict]) -> str:
+    """Why nothing serves; each reason with the implementations that gave it, where there are several."""
+    reasons: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        if not verdict.accepted:
+            reasons.setdefault(verdict.reason, []).append(verdict.impl)
+    if len(reasons) < 2:
+        return "".join(reasons)
+    named = {reason: ", ".join(dict.fromkeys(filter(None, impls))) for reason, impls in reasons.items()}
+    return "; ".join(f"{impls}: {reason}" if impls else reason for reason, impls in named.items())
 
 
 def sample(tokens: int) -> list[int]:

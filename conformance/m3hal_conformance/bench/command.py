@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import shlex
 import sys
@@ -19,7 +20,7 @@ from m3hal.cli.output import emit
 from m3hal.dispatch import Policy, devices
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
 from m3hal.dispatch.table import table as cells
-from m3hal_conformance.bench import clock, table, vllm_peer
+from m3hal_conformance.bench import clock, picture, table, vllm_peer
 from m3hal_conformance.bench.bench import Bench
 from m3hal_conformance.bench.rows import operators, rows
 from m3hal_conformance.bench.table import Measured
@@ -35,7 +36,10 @@ _CLOCKS = ("cpu", "cuda", "hip")
 def bench(options: argparse.Namespace) -> int:
     """Measures the rows and writes what was asked for. 0: all right, 1: an output was wrong or a call failed."""
     chosen, require = _chosen(options.op), required(options)
+    _check_together(options)
     check_writable(options, "out", "png")
+    if options.png:
+        picture.check_drawable()
     if options.read:
         return _read(options)
     device = named_device(options.device) if options.list else device_of(options.device)
@@ -53,6 +57,7 @@ def bench(options: argparse.Namespace) -> int:
     ceilings = {} if options.check_only else clock.ceilings(made.device)
     runs = 0 if options.check_only else options.runs
     machine: dict[str, Any] = {"device": device, "backend": made.runner.backend, **environment(device)}
+    machine |= {**made.runner.libraries(), "date": datetime.date.today().isoformat()}
     if require:
         machine["require"] = list(require)
     if absent:
@@ -64,7 +69,26 @@ def bench(options: argparse.Namespace) -> int:
         if options.out:  # after each row: an interrupted run keeps what it has
             write(options.out, table.to_json(measured, machine, ceilings, command))
     written = table.to_json(measured, machine, ceilings, command)
-    return _told(options, measured, written, machine, made, ceilings, absent)
+    return _told(options, measured, written, machine, made, ceilings, command)
+
+
+#: option -> those that it leaves nothing to do for, and why
+_ALONE = {
+    "read": (
+        ("list", "device", "backend", "require", "peer", "apart", "small", "check_only", "out"),
+        "--read measures nothing: it shows rows as they were measured, and --op and --case pick among them",
+    ),
+    "list": (("require", "out", "png"), "--list measures nothing: it shows what each row needs of a backend"),
+    "check_only": (("png",), "--check-only times nothing, so that there are no shares to draw"),
+}
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """Refuses an option that would be ignored beside another."""
+    for name, (others, why) in _ALONE.items():
+        idle = [f"--{other.replace('_', '-')}" for other in others if getattr(options, other)]
+        if getattr(options, name) and idle:
+            raise ConfigurationError(f"{why}. Leave out {' and '.join(idle)}.")
 
 
 def _read(options: argparse.Namespace) -> int:
@@ -73,8 +97,10 @@ def _read(options: argparse.Namespace) -> int:
         text = Path(options.read).read_text(encoding="utf-8")
         kept = parsed(text)
         found = [Measured.read(row) for row in kept["rows"]]
-        device, backend = kept["machine"]["device"], kept["machine"]["backend"]
         title = _title(kept["machine"])
+        told = table.footer(
+            found, kept["machine"], kept.get("ceilings", {}), kept.get("command") or "made by an unknown command"
+        )
     except OSError as error:
         raise ConfigurationError(f"{options.read} can't be read: {error.strerror}.") from error
     except KeyError as error:
@@ -89,8 +115,7 @@ def _read(options: argparse.Namespace) -> int:
     if len(picked) < len(found):
         kept["rows"] = [row for row, one in zip(kept["rows"], found, strict=True) if one in picked]
         text = json.dumps(kept, indent=1)
-    made = f"microseconds on {device} by {backend}; {kept.get('command') or 'command unknown'}"
-    print(text if options.json else f"{table.text(picked)}\n\n{made}")
+    print(text if options.json else f"{table.text(picked)}\n\n{told}")
     if options.png:
         _draw(picked, options.png, title)
     return 0
@@ -103,7 +128,8 @@ def _title(machine: Mapping[str, Any]) -> str:
 
 
 def _draw(found: Sequence[Measured], path: str, title: str) -> None:
-    print(table.picture(found, Path(path), title) or f"wrote {path}", file=sys.stderr)
+    picture.draw(found, Path(path), title)
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _chosen(names: Sequence[str]) -> list[str]:
@@ -187,7 +213,7 @@ def measure(bench: Bench, row: Row, ceilings: dict[str, float], runs: int, apart
         ratio=rivals[best] / ours if best and ours else None,
         best=best,
         errors=errors,
-        peer_absent=work.absent,
+        peer_absent=work.absent if bench.peer else "",
         facts=work.facts,
     )
 
@@ -210,21 +236,19 @@ def _told(
     machine: dict[str, Any],
     bench: Bench,
     ceilings: dict[str, float],
-    absent: str,
+    command: str,
 ) -> int:
     if options.json:
         print(written, end="")
     else:
-        rates = "  ".join(f"{name} {value:.3g}" for name, value in ceilings.items())
-        print(f"{table.text(found)}\n\nmicroseconds, medians of {options.runs} interleaved runs; ceilings: {rates}")
-        if absent:
-            print(f"no peer: {absent}")
-    if options.png:
-        _draw(found, options.png, _title(machine))
+        print(f"{table.text(found)}\n\n{table.footer(found, machine, ceilings, command)}")
     if all(row.status == "unsupported" for row in found):
         if options.json:  # one object: each row has its reason
             return 3
         raise UnsupportedError(
             f"{bench.runner.backend} serves none of these rows on {bench.runner.device}: {found[0].reason}."
         )
-    return 1 if any(row.status in ("wrong", "failed") for row in found) else 0
+    code = 1 if any(row.status in ("wrong", "failed") for row in found) else 0
+    if options.png and (code == 0 or any(row.share is not None for row in found)):
+        _draw(found, options.png, _title(machine))
+    return code

@@ -1,4 +1,4 @@
-"""The table: measured rows as text, JSON and a picture of what share of its floor each reaches."""
+"""The table: measured rows as text and JSON, and what must be known to read them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from m3hal.dispatch.errors import M3halError
 from m3hal.dispatch.table import table
 
 #: characters of a full bar
 BAR = 24
+#: words in a rival's name by which it is no other's kernel at the row's own formats
+_UNLIKE = frozenset({"our", "m3hal", "dense", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4"})
+#: beyond what a kernel can gain on a copy's rate, so that the floor counts what the call needn't do
+_NO_FLOOR = 1.1
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def line(row: Measured) -> tuple[str, ...]:
     ours = f"{row.us['m3hal']:.1f}" if "m3hal" in row.us else ""
     rivals = "  ".join(f"{name} {us:.1f}" for name, us in row.us.items() if name != "m3hal")
     share = "" if row.share is None else f"{row.share:4.0%} {'#' * round(BAR * min(row.share, 1))}"
-    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}{'' if is_alike(row.best) else '*'}"
     floor = "" if row.floor_us is None else f"{row.floor_us:.1f}"
     return row.operator, row.case, floor, ours, ratio, share, rivals or row.peer_absent
 
@@ -74,6 +76,35 @@ def text(rows: Sequence[Measured]) -> str:
     return table(
         ("operator", "case", "floor", "m3hal", "ratio", "share of floor", "rivals"), [line(row) for row in rows]
     )
+
+
+def is_alike(rival: str) -> bool:
+    """Whether a rival is somebody else's kernel at the row's formats; the names of others tell why they are none."""
+    return not _UNLIKE & set(rival.split())
+
+
+def footer(rows: Sequence[Measured], machine: Mapping[str, Any], ceilings: Mapping[str, float], command: str) -> str:
+    """What the numbers are, where and when they were taken, and what the marks mean; lines."""
+    runs = sorted({row.runs for row in rows if row.runs})
+    what = f"microseconds, medians of {' or '.join(map(str, runs))} interleaved runs" if runs else "nothing was timed"
+    label, device = machine.get("device_label"), machine["device"]
+    where = [f"{label} ({device})" if label else device, f"backend {machine['backend']}"]
+    where += [f"{name} {machine[name]}" for name in ("torch", "triton", "driver") if machine.get(name)]
+    lines = [f"{what}; {', '.join([*where, *([machine['date']] if 'date' in machine else [])])}"]
+    if ceilings:
+        units = {"GBps": "GB/s", "TFLOPs": "TFLOP/s"}
+        rates = [(*name.partition("_"), float(rate)) for name, rate in ceilings.items()]
+        told = ", ".join(f"{name} {rate:.4g} {units.get(unit, unit)}" for name, _, unit, rate in rates)
+        lines.append(f"ceilings: {told}")
+    if machine.get("require"):
+        lines.append(f"required of implementations: {', '.join(machine['require'])}")
+    if any(row.ratio is not None and not is_alike(row.best) for row in rows):
+        lines.append("* the fastest rival is of another format, of ours, or dense attention: its name says which")
+    if any((row.share or 0) > _NO_FLOOR for row in rows):
+        lines.append("a share far above 100 % says that its floor counts what the call needn't do, not that it is fast")
+    if machine.get("peer_absent"):
+        lines.append(f"no peer: {machine['peer_absent']}")
+    return "\n".join([*lines, command])
 
 
 def to_json(rows: Sequence[Measured], machine: Mapping[str, Any], ceilings: Mapping[str, float], command: str) -> str:
@@ -92,31 +123,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def picture(rows: Sequence[Measured], path: Path, title: str) -> str | None:
-    """A PNG of every row's share of its floor; why there is none, as a sentence, without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "No picture: it needs matplotlib; pip install 'm3hal-conformance[bench]'. The table's bars say the same."
-    drawn = [(f"{row.operator}  {row.case}", row.operator, row.share) for row in rows if row.share is not None]
-    figure = Figure(figsize=(9, 1.2 + 0.19 * max(len(drawn), 1)), layout="constrained")
-    axes = figure.subplots()
-    kinds = list(dict.fromkeys(operator for _, operator, _ in drawn))
-    colours = [f"C{kinds.index(operator) % 10}" for _, operator, _ in drawn]
-    axes.barh([name for name, _, _ in drawn], [min(share, 1) for _, _, share in drawn], color=colours)
-    for place, (_, _, share) in enumerate(drawn):
-        if share > 1:  # what lies in the cache is read faster than memory
-            axes.annotate(f"{share:.0%}", (1, place), (2, 0), textcoords="offset points", fontsize=6, va="center")
-    axes.invert_yaxis()
-    ticks = [tick / 5 for tick in range(6)]
-    axes.set(xlim=(0, 1.06), xlabel="share of the floor", title=title)
-    axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
-    axes.tick_params(axis="y", labelsize=6)
-    axes.margins(y=0.01)
-    try:
-        figure.savefig(path, dpi=100)
-    except (OSError, ValueError) as error:
-        raise M3halError(f"{path} can't be drawn: {error}.") from error
-    return None

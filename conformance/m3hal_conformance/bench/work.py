@@ -50,10 +50,11 @@ class Floor:
 class Work:
     """A row's inputs, allocated, and what to do with them.
 
-    calls: what is timed. floor: of one call. checks: candidate -> how far its output is from the exact one after its
-    first call, over an output that was poisoned. limit: of that distance. timing: ``chained`` replays a graph of calls
-    over rotating inputs; ``single`` times calls one by one behind a flush of the cache; ``host`` is the time until the
-    host has enqueued the call. facts: more columns of the JSON. absent: peer -> why it has no column here.
+    calls: what is timed; a rival whose formats are not the row's has its own in its name, and is marked. floor: of one
+    call. checks: candidate -> how far its output is from the exact one after its first call, over an output that was
+    poisoned. limit: of that distance. timing: ``chained`` replays a graph of calls over rotating inputs; ``single``
+    times calls one by one behind a flush of the cache; ``host`` is the time until the host has enqueued the call.
+    facts: more columns of the JSON. absent: why the peer has no column.
     """
 
     calls: Mapping[str, Sequence[Call]]

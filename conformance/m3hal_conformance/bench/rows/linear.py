@@ -31,7 +31,8 @@ def _product(format: str, tokens: int, bench: Bench) -> Work:
     plain = [w if isinstance(w, torch.Tensor) else dequantize(w, torch.bfloat16) for w in weights[:6]]
     x, out = bench.normal(tokens, hidden), bench.poison(tokens, width)
     other = torch.empty_like(out)
-    calls: Calls = {"cuBLAS bf16" if x.is_cuda else "torch": [partial(torch.matmul, x, w.T, out=other) for w in plain]}
+    name = ("cuBLAS" if x.is_cuda else "torch") + ("" if format == "bfloat16" else " bf16")
+    calls: Calls = {name: [partial(torch.matmul, x, w.T, out=other) for w in plain]}
     calls["m3hal"] = bench.calls("linear", site, [(x, w) for w in weights], out)
     few = slice(0, 256)
 

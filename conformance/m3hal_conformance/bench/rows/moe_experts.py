@@ -52,11 +52,15 @@ def _experts(
     given = [routed(bench, site, tokens, skew) for _ in range(8 if tokens <= 64 else 2)]
     out = bench.poison(tokens, site.hidden_size)
     calls: Calls = dict(bench.peer.experts(site, experts, given)) if bench.peer else {}
-    if format.endswith("fp4") and tokens <= FEW:
+    if format == "fp8_e4m3" and not require:
+        calls = {f"{name} fp8 activations": several for name, several in calls.items()}
+    four_bits = format.endswith("fp4")
+    if four_bits and tokens <= FEW:
         fp8 = site_of(bench, "fp8_e4m3", ranks)
         rival = bench.kept(("rival experts", ranks), lambda: random_experts(bench, fp8))
         inputs = [(*values, rival) for values in given]
-        calls["our fp8"] = bench.calls("moe_experts", fp8, inputs, torch.empty_like(out), keep="rival packed")
+        other = torch.empty_like(out)
+        calls |= bench.rival("our fp8", "moe_experts", fp8, inputs, other, keep="rival packed")
     inputs = [(*values, experts) for values in given]
     calls["m3hal"] = bench.calls("moe_experts", site, inputs, out, require=require)
     chosen = sample(tokens)
@@ -71,7 +75,9 @@ def _experts(
     size = hit / site.num_local_experts * nbytes(experts) + 4 * tokens * site.hidden_size
     flops = 6.0 * tokens * site.top_k_experts * site.hidden_size * site.intermediate_size
     timing = "chained" if tokens <= 512 else "single"
-    absent = "" if any(name.startswith("vllm") for name in calls) else "it has no kernels for this format here"
+    absent = ""
+    if not any(name.startswith("vllm") for name in calls):
+        absent = f"of vllm no {format} experts are timed" if four_bits else "vllm's compiled operators are not loaded"
     floor = Floor(read=size, flops=flops, unit="float8" if require else "bfloat16")
     return Work(calls, floor, {"m3hal": off}, LIMIT, timing, {"experts_hit": hit}, absent)  # type: ignore[arg-type]
 

@@ -45,12 +45,12 @@ def _decode(format: str, ranks: int, requests: int, context: int, bench: Bench) 
     against = bench.cache(rival, pages, 1, False)
     calls: Calls = {}
     if bench.peer:
-        name = "vllm" if rival == format else "vllm fp8"
+        name = "vllm" if format == "bfloat16" else "vllm fp8 queries" if rival == format else "vllm fp8"
         calls[name] = bench.peer.index_decode(site, queries, against, metas, theirs)
     if rival != format:
         fp8 = bench.site(tensor_parallel=ranks, format=rival)
         inputs = [(q, against, meta) for q, meta in zip(queries, metas, strict=True)]
-        calls["our fp8"] = bench.calls("select_blocks", fp8, inputs, torch.empty_like(ours))
+        calls |= bench.rival("our fp8", "select_blocks", fp8, inputs, torch.empty_like(ours))
     inputs = [(q, cache, meta) for q, meta in zip(queries, metas, strict=True)]
     calls["m3hal"] = bench.calls("select_blocks", site, inputs, ours)
     checks = {"m3hal": partial(missed, bench, site, ours, queries[0], cache, metas[0])}
@@ -69,7 +69,7 @@ def _prefill(format: str, ranks: int, tokens: int, context: int, bench: Bench) -
         queries = index_q.to(torch.float8_e4m3fn) if format == "fp8_e4m3" else index_q  # as its fp8 products take them
         choose = partial(bench.peer.topk, site, meta=meta, before=before, out=theirs)
         for name, score in bench.peer.scores(site, queries, cache, meta, before).items():
-            calls[name] = [partial(chained, score, choose)]
+            calls[name if format == "bfloat16" else f"{name} fp8 queries"] = [partial(chained, score, choose)]
     calls["m3hal"] = bench.calls("select_blocks", site, [(index_q, cache, meta)], ours)
     keys = (2 * context - tokens + 1) / 2
     floor = Floor(read=context * KEY_BYTES[format], flops=2 * heads * site.index_dim * tokens * keys)

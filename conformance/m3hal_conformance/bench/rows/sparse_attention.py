@@ -63,7 +63,7 @@ def _decode(format: str, ranks: int, requests: int, each: int, bench: Bench) -> 
     if rival != format:
         fp8 = bench.site(tensor_parallel=ranks, format=rival)
         inputs = [(q, against, i, m) for q, i, m in zip(queries, ids, metas, strict=True)]
-        calls["our fp8"] = bench.calls("sparse_attention", fp8, inputs, torch.empty_like(ours))
+        calls |= bench.rival("our fp8", "sparse_attention", fp8, inputs, torch.empty_like(ours))
     inputs = [(q, kv, i, m) for q, i, m in zip(queries, ids, metas, strict=True)]
     calls["m3hal"] = bench.calls("sparse_attention", site, inputs, ours)
     return Work(calls, Floor(read=size), checks)
@@ -89,7 +89,8 @@ def _prefill(format: str, ranks: int, tokens: int, context: int, overlap: bool, 
     calls["m3hal"] = bench.calls("sparse_attention", site, [(q, kv, ids, meta)], ours, replans=True)
     seen = int(((ids >= 0).sum((1, 2)) * 128 - (127 - positions % 128) * groups).sum())
     floor = Floor(flops=4 * site.head_dim * seen * site.num_q_heads / groups)
-    return Work(calls, floor, checks, timing="single", absent="it has no NVFP4 cache here" if format == "nvfp4" else "")
+    absent = "vllm has no NVFP4 cache on this device" if format == "nvfp4" else ""
+    return Work(calls, floor, checks, timing="single", absent=absent)
 
 
 def off(
