@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from m3hal import ops
 from m3hal.cli.output import emit
 from m3hal.dispatch import levels
 from m3hal.dispatch.discovery import discover
-from m3hal.dispatch.errors import ConfigurationError
+from m3hal.dispatch.errors import ConfigurationError, did_you_mean
 from m3hal_conformance import support_page
 from m3hal_conformance.support import support
 from m3hal_conformance.verification import Finding, compare, is_whole, read, unedited, verify
@@ -43,17 +44,13 @@ class Verdict:
 def claims(options: argparse.Namespace) -> int:
     """``m3hal claim ACTION FILE...``. The exit codes are those that the command line's own file promises."""
     if options.action == "matrix":
-        backends = discover()
-        shipped = filter(is_whole, levels.shipped(backends))
-        found = support(backends, [*shipped, *map(unedited, files(options.files))])
-        emit(options, found.to_json(), support_page.terminal(found))
-        return 0
+        return _matrix(options)
     if options.action == "compare":
         lines = compare(read(options.files[0]), read(options.files[1]))
         emit(options, {"differences": lines}, "\n".join(lines) or "Both say the same.")
         return 1 if lines else 0
     named = files(options.files)
-    if len(named) == 1:
+    if len(named) == 1 and named == options.files:
         verdicts = [Verdict(named[0], tuple(verify(read(named[0]))))]
         text = "\n".join(f"{finding.state:8}{finding.sentence}" for finding in verdicts[0].findings)
     else:
@@ -62,6 +59,31 @@ def claims(options: argparse.Namespace) -> int:
     data = [{"file": v.file, "state": v.state, "findings": [vars(f) for f in v.findings]} for v in verdicts]
     emit(options, {"claims": data}, text)
     return _CODES[max((verdict.state for verdict in verdicts), key=list(_CODES).index)]
+
+
+def _matrix(options: argparse.Namespace) -> int:
+    """What the claims of installed backends and of the files prove, and of which backends they say nothing."""
+    for name in options.op:
+        if name not in ops.NAMES:
+            raise ConfigurationError(f"{name!r} is no operator.{did_you_mean(name, ops.NAMES)}")
+    backends = discover()
+    shipped = filter(is_whole, levels.shipped(backends))
+    found = support(backends, [*shipped, *map(unedited, files(options.files))])
+    known = list(dict.fromkeys(cell.device for cell in found.cells))
+    for name in options.device:
+        if name not in known:
+            raise ConfigurationError(f"no claim and no backend is about {name!r}; they are about {', '.join(known)}.")
+    told = {cell.backend for cell in found.cells}
+    silent = [backend.name for backend in backends if backend.is_usable and backend.name not in told]
+    picked = support_page.picked(found, options.device, options.op)
+    text = support_page.terminal(picked)
+    if silent:
+        text += (
+            f"\n\nNot in these tables: {', '.join(silent)}, of which no claim is installed or named. Name files or "
+            "folders to count theirs, too; m3hal's own, of the reference, are in docs/claims of its repository."
+        )
+    emit(options, {**picked.to_json(), "without_claims": silent}, text)
+    return 0
 
 
 def files(named: Sequence[str]) -> list[str]:

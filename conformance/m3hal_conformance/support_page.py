@@ -8,17 +8,18 @@ from collections.abc import Iterable, Sequence
 from m3hal.dispatch.table import table
 from m3hal_conformance.support import FORMATS, STATES, Cell, Support
 
+_MODELS = "In the column vLLM stand the versions in which a whole model was run; no model: single operators alone were."
 _ENGINE = ("vllm", "torch", "device", "backend", "kv", "index", "state")
 
 
 def terminal(found: Support, width: int | None = None) -> str:
     """A summary, one table for each backend and device, then models that were run."""
-    parts = [table(*_summary(found), width)]
+    parts = [table(*_summary(found, bool(found.engines)), width)]
     for name, cells in _by_place(found):
         parts.append(f"{name}\n{table(*_operators(cells), width)}")
     if found.engines:
         ran = [[run[key] for key in _ENGINE] for run in found.engines]
-        parts.append(f"models that were run\n{table(_ENGINE, ran, width)}")
+        parts.append(f"models that were run\n{table(_ENGINE, ran, width)}\n{_MODELS}")
     used = dict.fromkeys(cell.state for cell in found.cells)
     parts.append("\n".join(f"{state}: {STATES[state].replace('**', '')}" for state in STATES if state in used))
     return "\n\n".join(parts)
@@ -30,11 +31,13 @@ def page(found: Support) -> str:
     parts = [
         "<!-- Written by scripts/support_page.py (`make docs`) from claims; do not edit. -->\n# What runs where\n",
         "By vLLM, torch, Triton, device and KV format, as far as [claims](publishing-a-claim.md) prove it: those that "
-        "the backends ship, and those in `docs/claims`. The same for what is installed: `m3hal claim matrix`.\n",
+        "the backends ship, and those in `docs/claims`. `m3hal claim matrix docs/claims` prints the same of what is "
+        "installed, but for the models; without the folder it knows the installed backends' own claims alone.\n",
         f"| state | meaning |\n|---|---|\n{words}\n",
         "A cell of the first table counts operators by state; a variant, which is asked by requiring the traits in its "
-        "parentheses, counts apart. A contract is no run: its torch is that of the CPU which ran the double.\n",
-        _markdown(*_summary(found)),
+        "parentheses, counts apart. A contract is no run: its torch is that of the CPU which ran the double. "
+        f"{_MODELS}\n",
+        _markdown(*_summary(found, True)),
     ]
     if found.engines:
         parts += [
@@ -51,9 +54,20 @@ def page(found: Support) -> str:
 Table = tuple[Sequence[str], list[list[str]]]
 
 
-def _summary(found: Support) -> Table:
-    """A row for each backend, device and kind of claim."""
-    header = ("device", "backend", "on", "torch", "Triton", "vLLM", *FORMATS)
+def picked(found: Support, devices: Sequence[str], operators: Sequence[str]) -> Support:
+    """The part of the matrix about some devices and operators; none named: all."""
+    cells = [
+        c for c in found.cells if c.device in (devices or (c.device,)) and c.operator in (operators or (c.operator,))
+    ]
+    places = {(cell.backend, cell.device) for cell in cells}
+    software = [row for row in found.software if (row.backend, row.device) in places]
+    engines = [run for run in found.engines if (run["backend"], run["device"]) in places]
+    return Support(tuple(cells), tuple(software), tuple(engines))
+
+
+def _summary(found: Support, has_models: bool) -> Table:
+    """A row for each backend, device and kind of claim. has_models: with a column of whole models in vLLM."""
+    header = ("device", "backend", "on", "torch", "Triton", *(("vLLM",) if has_models else ()), *FORMATS)
     rows = []
     for place, cells in _places(found).items():
         backend, device = place
@@ -65,7 +79,7 @@ def _summary(found: Support) -> Table:
         runs = [r for r in found.engines if (r["backend"], r["device"]) == place and not r["state"].startswith("stale")]
         vllm = ", ".join(dict.fromkeys(str(run["vllm"]) for run in runs)) or "no model"
         counts = [_counted(cell for cell in cells if cell.format == format) for format in FORMATS]
-        rows.append([device, backend, on, torch, triton, vllm, *counts])
+        rows.append([device, backend, on, torch, triton, *((vllm,) if has_models else ()), *counts])
     return header, rows
 
 

@@ -290,11 +290,13 @@ def test_several_claims_are_verified_at_once(claim, tmp_path, capsys):
 
 
 def test_a_folder_of_one_claim_and_of_none(claim, tmp_path, capsys):
-    """One claim is told in full wherever it lies; a folder without any is no pass."""
+    """A folder's claims have a line each, a single one too, which is told in full by its name; none is no pass."""
     assert main(["claim", "verify", str(tmp_path)]) == 2
     assert "holds no claim" in capsys.readouterr().err
     (tmp_path / "one.json").write_text(json.dumps(claim[0]))
     assert main(["claim", "verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"ok      {tmp_path / 'one.json'}: it holds here\n"
+    assert main(["claim", "verify", str(tmp_path / "one.json")]) == 0
     assert len(capsys.readouterr().out.splitlines()) > 3
     assert main(["claim", "verify", "x" * 5000, str(tmp_path)]) == 2
     assert main(["claim", "verify"]) == 2

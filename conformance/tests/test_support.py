@@ -157,9 +157,48 @@ def test_the_command(claim: dict[str, Any], tmp_path: Path, capsys: pytest.Captu
     assert mine == [{"backend": "reference", "device": "acme:x1", "operator": OPERATOR, "format": "any",
                      "state": "run", "passed": len(rows), "require": []}]  # fmt: skip
     assert main(["claim", "matrix"]) == 0
-    assert "contract: contract-tested on a double of the vendor's library" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "contract: contract-tested on a double of the vendor's library" in told
+    assert "vLLM" not in told.splitlines()[0]
     file.write_text("{}")
     assert main(["claim", "matrix", str(file)]) == 2
+
+
+def test_parts_of_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    """By device and operator, its software with it; what is neither is refused with what there is."""
+    assert main(["claim", "matrix", "--device", "cuda:sm_90", "--op", "linear", "--op", "rms_norm", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {cell["device"] for cell in told["cells"]} == {"cuda:sm_90"}
+    assert {cell["operator"] for cell in told["cells"]} == {"linear", "rms_norm"}
+    assert {row["device"] for row in told["software"]} <= {"cuda:sm_90"}
+    assert main(["claim", "matrix", "--device", "cuda:sm_9"]) == 2
+    assert "they are about " in capsys.readouterr().err
+    assert main(["claim", "matrix", "--op", "rms_nrm"]) == 2
+    assert "Did you mean 'rms_norm'?" in capsys.readouterr().err
+
+
+def test_backends_without_claims_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reference's lie in the repository: without them its row is not silently missing, with them it is there."""
+    assert main(["claim", "matrix", "--op", "linear"]) == 0
+    assert "Not in these tables: reference, of which no claim" in capsys.readouterr().out
+    folder = Path(__file__).parents[2] / "docs" / "claims"
+    assert main(["claim", "matrix", str(folder), "--op", "linear", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "reference" not in told["without_claims"]
+    assert "reference" in {cell["backend"] for cell in told["cells"]}
+
+
+@pytest.mark.parametrize(
+    ("action", "told"), [("matrix", "--device"), ("verify", "a folder of them"), ("compare", "two")]
+)
+def test_each_action_has_its_help(action: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it takes, and not what the others do."""
+    with pytest.raises(SystemExit) as ended:
+        main(["claim", action, "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert told in printed
+    assert ("--op" in printed) == (action == "matrix")
 
 
 def test_the_format_of_a_case() -> None:
@@ -175,7 +214,9 @@ def test_the_page_tells_software_and_models(reference: Found, claim: dict[str, A
     engine = {"vllm": "0.32.0", "torch": "2", "device": "acme:x1", "backend": "reference", "kv": "nvfp4",
               "index": "mxfp4", "state": "run"}  # fmt: skip
     for text in (page(made), terminal(made)):
-        assert all(word in text for word in ("Acme X1", "9.9", "8.8", "no model", "1 run"))
+        assert all(word in text for word in ("Acme X1", "9.9", "8.8", "1 run"))
+    assert "no model" in page(made)
+    assert "no model" not in terminal(made), "whole models are the page's to know"
     ran = Support(made.cells, made.software, (engine,))
     assert "| 0.32.0 | 2 | acme:x1 | reference | nvfp4 | mxfp4 | run |" in page(ran)
     assert "no model |" not in page(ran).replace("single operators were run, no model.", "")
