@@ -125,6 +125,7 @@ def replay(path: str | Path, backend: str, device: str) -> Result:
     """A capture, asked of a backend. Raises what planning does when it can't be used there."""
     case, runner = load(path), Runner(backend, device)
     runner.plan(case.operator, case.site, case.layout)
+    runner.check_placing()
     return runner.run_case(case)
 
 

@@ -328,7 +328,7 @@ def test_a_tier_needs_the_published_sizes(monkeypatch):
     ("device", "code", "sentence"),
     [
         ("cuda:sm_999", 3, "this machine has no cuda:sm_999, so nothing can be asked there"),
-        ("tpu9", 2, "'tpu9' is no device"),
+        ("tpu9", 2, "'tpu9' is of no kind that m3hal, torch or the manifest of a backend that is asked names"),
         ("cuda", 2, "device 'cuda' needs its architecture"),
     ],
 )

@@ -59,6 +59,7 @@ def test_failing_manifests_are_verdicts(environment: Any) -> None:
     assert got[1] == "zeta"
     assert got[2][0] == "UnsupportedError"
     assert "SystemExit: 3" in got[2][1]
+    assert got[2][1].endswith("`m3hal doctor` shows the traceback.")
 
 
 #: What a manifest can say that is nonsense -> what is said about it.

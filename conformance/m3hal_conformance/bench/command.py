@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from m3hal._files import parsed
 from m3hal.cli.output import emit
 from m3hal.dispatch import Policy, devices
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
 from m3hal.dispatch.table import table as cells
+from m3hal_conformance import placing
 from m3hal_conformance.bench import clock, picture, table, vllm_peer
 from m3hal_conformance.bench.bench import Bench
 from m3hal_conformance.bench.rows import operators, rows
@@ -27,10 +26,8 @@ from m3hal_conformance.bench.table import Measured
 from m3hal_conformance.bench.work import Row, Work, Wrong
 from m3hal_conformance.claim import environment
 from m3hal_conformance.command import check_writable, device_of, named_device, required, write
+from m3hal_conformance.runner import Runner
 from m3hal_conformance.trial import Unsupported
-
-#: kinds of devices whose time can be taken
-_CLOCKS = ("cpu", "cuda", "hip")
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -42,9 +39,7 @@ def bench(options: argparse.Namespace) -> int:
         picture.check_drawable()
     if options.read:
         return _read(options)
-    device = named_device(options.device) if options.list else device_of(options.device)
-    if devices.kind(device) not in _CLOCKS:
-        raise UnsupportedError(f"bench has no clock for {device}; it measures on CPUs and on CUDA and ROCm GPUs.")
+    device = (named_device if options.list else device_of)(options.device, options.backend)
     small = options.small or devices.kind(device) == "cpu"
     picked = _picked(chosen, options.case, small)
     if options.list:
@@ -53,6 +48,7 @@ def bench(options: argparse.Namespace) -> int:
     if backend == "vllm":
         raise ConfigurationError("backend 'vllm' dispatches nothing to measure; name another, beside --peer vllm.")
     peer, absent = vllm_peer.find(options.peer) if options.peer else (None, "")
+    Runner(backend, device, require=require).check_placing()
     made = Bench(device, backend, peer, small, require)
     ceilings = {} if options.check_only else clock.ceilings(made.device)
     runs = 0 if options.check_only else options.runs
@@ -149,15 +145,16 @@ def _picked(chosen: Sequence[str], parts: Sequence[str], small: bool) -> list[Ro
 
 def _list(options: argparse.Namespace, picked: Sequence[Row], device: str, small: bool) -> int:
     """The rows of a device, which need not be here, and what a backend must serve for each."""
-    here = devices.is_present(device)
-    needed = device if here else f"{device}, which this machine lacks"
+    here = placing.is_here(device)
+    lacking = f"measuring needs {device}, which this machine lacks"
+    told = f"without --list they are measured on {device}" if here else lacking
     lines = cells(("operator", "case", "needs"), [(row.operator, row.case, ", ".join(row.needs)) for row in picked])
     sizes = "small" if small else "published"
     listed = [{"operator": row.operator, "case": row.case, "needs": row.needs} for row in picked]
     emit(
         options,
         {"device": device, "is_here": here, "sizes": sizes, "rows": listed},
-        f"{lines}\n\n{len(picked)} row{'s' * (len(picked) > 1)} of {sizes} sizes; measuring needs {needed}.",
+        f"{lines}\n\n{len(picked)} row{'s' * (len(picked) > 1)} of {sizes} sizes; {told}.",
     )
     return 0
 
@@ -194,8 +191,7 @@ def measure(bench: Bench, row: Row, ceilings: dict[str, float], runs: int, apart
         place = f"{Path(where.filename).name}:{where.lineno}"
         return Measured(row.operator, row.case, "failed", f"{type(error).__name__}: {error} ({place})")
     finally:
-        if bench.device.type == "cuda":
-            torch.cuda.synchronize()
+        clock.wait(bench.device)
     us = clock.medians(times)
     rivals = {name: t for name, t in us.items() if name != "m3hal"}
     best = min(rivals, key=lambda name: rivals[name], default="")
