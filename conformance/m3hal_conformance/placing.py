@@ -35,25 +35,20 @@ def is_kind_of_torch(device: str) -> bool:
     return not isinstance(attempt(torch_device, device), Failure)
 
 
-def is_here(device: str) -> bool:
-    """Whether this machine has the device: of kinds that m3hal can't look for, whether torch can put tensors there."""
-    if devices.kind(device) in devices.KINDS:
-        return devices.is_present(device)
-    return problem(device) is None
-
-
 def problem(device: str, modules: Iterable[str] = ()) -> str | None:
     """Why torch can't put numbers on the device and read them again; None when it can.
 
-    modules: imported first, as they may import torch's extension; what they raise is told where they are bound.
+    modules: imported first, as they may import torch's extension; what they raise is told where the kind is missing.
     """
-    for module in modules:
-        attempt(importlib.import_module, module)
+    imported = {module: attempt(importlib.import_module, module) for module in modules}
     tried = attempt(_tried, device)
     if not isinstance(tried, Failure):
         return None if tried else "numbers come back from it changed"
     if not is_kind_of_torch(device):
-        return f"torch has no kind of device called {torch_kind(device)!r}"
+        raised = [
+            f", and importing {name} {made.reason}" for name, made in imported.items() if isinstance(made, Failure)
+        ]
+        return f"torch has no kind of device called {torch_kind(device)!r}{''.join(raised[:1])}"
     return " ".join(str(tried.error).partition("\n")[0].split()).rstrip(".!") or type(tried.error).__name__
 
 

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from m3hal_conformance import placing
 from m3hal_conformance.command import device_of, named_device
 from m3hal_conformance.vendor import ask, cases, check_asked
@@ -16,6 +18,8 @@ from m3hal import Impl, Manifest, ops
 from m3hal.cli import main
 from m3hal.dispatch import ConfigurationError, UnsupportedError, register, unregister
 from m3hal.reference import bind_definition
+
+HERE = Path(__file__).parent
 
 
 def defined(site):
@@ -78,7 +82,7 @@ def test_device_that_torch_lacks_is_one_sentence(acme, capsys, command):
 @pytest.mark.parametrize(("device", "why"), [("xpu:bmg", "XPU"), ("meta", "no data")])
 def test_kind_without_tensors_is_one_sentence(device, why):
     """torch has names for devices that it was built without, and one that keeps no numbers."""
-    if placing.is_here(device):
+    if placing.problem(device) is None:
         pytest.skip(f"this machine has {device}")
     with pytest.raises(UnsupportedError, match=rf"can't put tensors on {device} here: .*{why}"):
         placing.check(device)
@@ -107,35 +111,102 @@ def test_rows_are_timed_on_the_device(acme, on_cpu, capsys):
     assert {row["status"] for row in told["rows"]} == {"measured"}
 
 
-EXTENSION = """
-import torch
-torch.utils.rename_privateuse1_backend("acme")
+MANIFEST = """
+from m3hal import Impl, Manifest
+rms_norm = Impl("m3hal_acme.norm:rms_norm", memory="self", files=("norm.py",))
+MANIFEST = Manifest("acme", "toy", ">=1,<2", ("acme:*",), {"rms_norm": (rms_norm,)})
 """
-SCRIPT = """
-import json
-from m3hal_conformance import placing
-from m3hal_conformance.command import named_device
-before = [named_device("acme:x1", "acme"), placing.is_kind_of_torch("acme:x1")]
-why = placing.problem("acme:x1", ["m3hal_acme.extension"])
-print(json.dumps([*before, placing.is_kind_of_torch("acme:x1"), str(placing.torch_device("acme:x1")), why]))
+NORM = """
+import torch_acme
+from m3hal import ops
+from m3hal.reference import bind_definition
+
+def rms_norm(site):
+    return bind_definition(ops.load("rms_norm"), site)
 """
 
 
-def test_extension_that_a_factory_imports_brings_the_kind(tmp_path):
-    """torch's PrivateUse1, renamed as extensions do. Named before that is loaded; it has no kernels, which is told."""
-    package, info = tmp_path / "m3hal_acme", tmp_path / "m3hal_acme-1.0.dist-info"
-    package.mkdir()
-    info.mkdir()
-    manifest = 'MANIFEST = Manifest("acme", "toy", ">=1,<2", ("acme:*",), {})'
-    (package / "__init__.py").write_text(f"from m3hal import Manifest\n{manifest}\n")
-    (package / "extension.py").write_text(EXTENSION)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: m3hal-acme\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[m3hal.backends]\nacme = m3hal_acme:MANIFEST\n")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    named, before, after, device, why = json.loads(done.stdout.splitlines()[-1])
-    assert (named, before, after, device) == ("acme:x1", False, True, "acme")
-    assert why
-    assert "no kind of device" not in why
+class Folder:
+    """On PYTHONPATH: distributions, as files beside their ``dist-info``."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def write(self, name, entries, **files):
+        package, info = self.path / name, self.path / f"{name}-1.0.dist-info"
+        package.mkdir(exist_ok=True)
+        info.mkdir()
+        for module, text in files.items():
+            (package / f"{module}.py").write_text(text)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(entries)
+
+    def run(self, *arguments):
+        """m3hal's exit code and all that it prints."""
+        path = os.pathsep.join(filter(None, [str(self.path), os.environ.get("PYTHONPATH", "")]))
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("M3HAL_")}
+        command = [sys.executable, "-m", "m3hal", *arguments]
+        done = subprocess.run(
+            command, env={**environ, "PYTHONPATH": path}, cwd=self.path, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def vendor(tmp_path):
+    """A backend whose factory's module imports a torch extension, which is not there yet."""
+    folder = Folder(tmp_path)
+    folder.write("m3hal_acme", "[m3hal.backends]\nacme = m3hal_acme:MANIFEST\n", __init__=MANIFEST, norm=NORM)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def torch_acme(tmp_path_factory):
+    """A torch extension, compiled: PrivateUse1 over the host's memory."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("this machine has no C++ compiler")
+    package = tmp_path_factory.mktemp("extension") / "torch_acme"
+    shutil.copytree(HERE / "torch_acme", package, ignore=shutil.ignore_patterns("__pycache__"))
+    root = Path(torch.__file__).parent
+    include = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    made = ["-o", package / "libacme.so", package / "acme.cpp", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    subprocess.run([compiler, "-O0", "-std=c++20", "-shared", "-fPIC", abi, *include, *made], check=True)
+    return package
+
+
+@pytest.fixture
+def extension(vendor, torch_acme):
+    """The backend beside the extension."""
+    shutil.copytree(torch_acme, vendor.path / "torch_acme")
+    return vendor
+
+
+ASKED = ("--device", "acme:x1", "--case", "rms_norm/tokens_7", "--case", "rms_norm/no_token")
+
+
+def test_extension_that_is_missing_is_told(vendor):
+    """With the module that would have imported it; planning and listing need none."""
+    code, told = vendor.run("conform", "--backend", "acme", *ASKED)
+    assert code == 3
+    assert "'acme', and importing m3hal_acme.norm raised ModuleNotFoundError: No module named 'torch_acme'" in told
+    assert vendor.run("conform", "--backend", "acme", *ASKED, "--list")[0] == 0
+    assert vendor.run("explain", "--device", "acme:x1", "--backend", "acme,reference")[0] == 0
+
+
+def test_extension_that_a_factory_imports_brings_the_kind(extension):
+    """The suite asks the backend on a device that torch itself doesn't have."""
+    code, told = extension.run("conform", "--backend", "acme", *ASKED)
+    assert code == 0, told
+    assert "acme on acme:x1: 4 pass of 4 cases." in told
+    assert "without --list they are measured on acme:x1" in extension.run("bench", *ASKED[:2], "--list")[1]
+
+
+def test_extension_that_torch_loads_brings_the_kind(extension):
+    """By its entry point in torch.backends: then every backend can be asked there, the reference too."""
+    assert extension.run("conform", "--backend", "reference", *ASKED)[0] == 2
+    extension.write("torch_acme", "[torch.backends]\nacme = torch_acme:_autoload\n")
+    code, told = extension.run("conform", "--backend", "reference", *ASKED)
+    assert code == 0, told
+    assert "reference on acme:x1: 4 pass of 4 cases." in told

@@ -18,7 +18,6 @@ from m3hal.cli.output import emit
 from m3hal.dispatch import Policy, devices
 from m3hal.dispatch.errors import ConfigurationError, M3halError, UnsupportedError, did_you_mean
 from m3hal.dispatch.table import table as cells
-from m3hal_conformance import placing
 from m3hal_conformance.bench import clock, picture, table, vllm_peer
 from m3hal_conformance.bench.bench import Bench
 from m3hal_conformance.bench.rows import operators, rows
@@ -145,7 +144,7 @@ def _picked(chosen: Sequence[str], parts: Sequence[str], small: bool) -> list[Ro
 
 def _list(options: argparse.Namespace, picked: Sequence[Row], device: str, small: bool) -> int:
     """The rows of a device, which need not be here, and what a backend must serve for each."""
-    here = placing.is_here(device)
+    here = _is_here(options.backend, device)
     lacking = f"measuring needs {device}, which this machine lacks"
     told = f"without --list they are measured on {device}" if here else lacking
     lines = cells(("operator", "case", "needs"), [(row.operator, row.case, ", ".join(row.needs)) for row in picked])
@@ -157,6 +156,17 @@ def _list(options: argparse.Namespace, picked: Sequence[Row], device: str, small
         f"{lines}\n\n{len(picked)} row{'s' * (len(picked) > 1)} of {sizes} sizes; {told}.",
     )
     return 0
+
+
+def _is_here(backend: str | None, device: str) -> bool:
+    """Of kinds that m3hal can't look for, whether a backend that is asked can, and torch can put tensors there."""
+    if devices.kind(device) in devices.KINDS:
+        return devices.is_present(device)
+    try:
+        Runner(backend or Policy.resolve().on(device).backend, device).check_placing()
+    except M3halError:
+        return False
+    return True
 
 
 def _measured(
