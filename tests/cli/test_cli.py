@@ -14,6 +14,7 @@ import pytest
 import m3hal
 from m3hal import ops
 from m3hal.cli import COMMANDS, main
+from m3hal.cli._matrix import Offer, _proved
 from m3hal.dispatch import Impl, Manifest, at_most, devices, discovery, register, unregister
 
 
@@ -354,6 +355,19 @@ def test_explain_takes_a_kind_that_an_installed_manifest_names(run: Any) -> None
         assert run("explain", "--device", "npu:v1", "--deny", "novel")[0] == 3
     finally:
         unregister("novel")
+
+
+@pytest.mark.parametrize(
+    ("device", "stale", "words"),
+    [
+        ("cpu", "", "run on a CPU"),
+        ("cuda:sm_90", "", "run on hardware"),
+        ("cuda:sm_90", "m3hal claim verify x", "stale: ran with other files"),
+    ],
+)
+def test_proofs_in_words(device: str, stale: str, words: str) -> None:
+    """A CPU is no hardware that was missing, and of files that changed after they ran the table says so."""
+    assert _proved(Offer("acme", "linear", ("moe",), "fast", "hardware", "", stale), device) == words
 
 
 def test_an_unknown_kind_imports_no_backend_that_the_policy_excludes(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
