@@ -9,6 +9,7 @@
 
 A row is the median of interleaved runs of every candidate, its outputs checked in the same run. The floor is the time
 of the bytes that must be read and written, or of the operations, at the rates that the device showed at the start.
+CUDA and ROCm GPUs tell their own time; elsewhere the host's is taken, and other accelerators are waited for.
 Exits with 0 when every row was measured, 1 when an output was wrong or a call failed, 2 when the request means
 nothing, 3 when the device is not here or nothing serves a row on it.
 """

@@ -58,14 +58,13 @@ def warm(calls: Mapping[str, Sequence[Call]], device: torch.device) -> None:
 
 def wait(device: torch.device) -> None:
     """Until the device has done what it was given; a CPU has."""
-    if device.type == "cpu":
-        return
-    try:
-        torch.accelerator.synchronize(device)
-    except RuntimeError:  # an extension need not have it; what is read comes after what was given before
-        if device.type == "cuda":
-            raise
-        torch.empty(1, device=device).cpu()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    elif device.type != "cpu":
+        try:
+            torch.accelerator.synchronize(device)
+        except RuntimeError:  # an extension need not have it; what is read comes after what was given before
+            torch.empty(1, device=device).cpu()
 
 
 def events(function: Call, times: int = 1) -> float:
