@@ -29,6 +29,9 @@ def is_private(kind: str) -> bool:
     return ":" in kind
 
 
+#: elements that a page's own lie within: kernels number places in a page in 31 bits, and where pages begin in 64
+WITHIN_PAGE = 1 << 31
+
 #: tokens whose value scales lie interleaved in nvfp4 pages, as Blackwell's matrix instructions read them
 QUAD = 4
 
@@ -135,8 +138,9 @@ class KVLayout:
 class PagedCache:
     """A cache buffer and how to read it.
 
-    buf: [pages, *layout.page_shape()], any strides, but a slot of msa_slot and a page of planar are contiguous. Bytes
-        are uint8 or labelled with a one-byte float dtype; the layout alone says what they mean.
+    buf: [pages, *layout.page_shape()], any strides by which a page's elements lie within 2**31 of its first, but a slot
+        of msa_slot and a page of planar are contiguous. Bytes are uint8 or labelled with a one-byte float dtype; the
+        layout alone says what they mean.
     k_scale, v_scale: fp32 scalars, dequantisation multipliers of fp8 and nvfp4 keys and values; None means 1. Plain
         formats and index caches have none.
     """
@@ -153,6 +157,12 @@ class PagedCache:
         if (plain or not self.layout.has_values) and (self.k_scale is not None or self.v_scale is not None):
             what = f"a {self.layout.format} cache" if plain else "an index cache"
             raise ValueError(f"{what} has no global scale; pass none")
+        reach = sum((many - 1) * apart for many, apart in zip(self.buf.shape[1:], self.buf.stride()[1:], strict=True))
+        if reach >= WITHIN_PAGE:
+            raise ValueError(
+                f"a page's elements lie up to {reach} elements apart, and kernels number {WITHIN_PAGE} within a page; "
+                "allocate the cache with pages outermost"
+            )
 
     @property
     def k(self) -> torch.Tensor:

@@ -31,6 +31,20 @@ def test_a_strided_buffer_keeps_its_bytes():
     assert memory[2, 1, 3, 1, 15] == 9.0
 
 
+@pytest.mark.parametrize(("apart", "fits"), [(2**29, True), (2**30, False), (2**31, False)])
+def test_what_lies_in_a_page_is_within_31_bits(apart, fits):
+    """Heads outermost in a large buffer are refused, as kernels would write elsewhere; pages may lie anywhere."""
+    layout = KVLayout("hnd", "bfloat16", 16, 3, 32, False)
+    buffer = torch.empty(1, dtype=torch.bfloat16, device="meta").expand(2**33)
+    heads_outermost = buffer.as_strided((2, 3, 16, 32), (512, apart, 32, 1))
+    if fits:
+        PagedCache(heads_outermost, layout)
+    else:
+        with pytest.raises(ValueError, match="pages outermost"):
+            PagedCache(heads_outermost, layout)
+    PagedCache(buffer.as_strided((3, 3, 16, 32), (2**31, 512, 32, 1)), layout)
+
+
 @pytest.mark.parametrize(("format", "size"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize(("has_values", "width"), [(True, 256), (False, 128)])
 def test_bytes_per_token(format, size, has_values, width):

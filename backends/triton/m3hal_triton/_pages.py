@@ -105,21 +105,11 @@ def _of(cache: PagedCache) -> tuple[Part, ...]:
     return kept
 
 
-#: places in a page are numbers of 32 bits; where pages begin are of 64
-_WITHIN = 1 << 31
-
-
 @cache
 def _parts(layout: KVLayout, strides: tuple[int, ...]) -> tuple[Part, ...]:
     if layout.kind in ("hnd", "nhd"):
         page, first, second, column = strides
         head, token = (first, second) if layout.kind == "hnd" else (second, first)
-        for what, many, apart in (("heads", layout.heads, head), ("tokens of a page", layout.page_size, token)):
-            if apart < _WITHIN <= (many - 1) * apart:  # what is further apart is a number of 64 bits by itself
-                raise ValueError(
-                    f"{many} {what} that lie {apart} elements apart are more than kernels reach within a page, "
-                    f"{_WITHIN}; allocate the cache with pages outermost"
-                )
         return tuple(Part(i * layout.dim * column, page, head, token, column) for i in range(layout.parts))
     token, groups = layout.spec.data_bytes(layout.dim), layout.spec.scale_bytes(layout.dim)
     codes, scales = layout.page_size * token, layout.page_size * groups

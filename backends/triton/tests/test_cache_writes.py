@@ -80,15 +80,6 @@ def test_a_slot_that_is_not_contiguous_is_refused():
         )
 
 
-def test_heads_beyond_31_bits_are_refused():
-    """Not written elsewhere: what lies within a page is numbered in 32 bits."""
-    shape, apart = KVLayout("hnd", "bfloat16", 16, 3, 32, False), 2**30
-    buffer = torch.empty(1, dtype=torch.bfloat16, device="meta").expand(2 * apart + 1024)
-    cache = PagedCache(buffer.as_strided((2, 3, 16, 32), (512, apart, 32, 1)), shape)
-    with pytest.raises(ValueError, match="pages outermost"):
-        kv_write(sparse_site(torch.bfloat16))(cache, torch.ones(1, 3, 32), None, torch.zeros(1, dtype=torch.int64))
-
-
 def _insertion(site, format, kind, index_format, index_kind, dtype=torch.bfloat16, seed=0):
     """q, index_q and the caches after an insertion of the same rows into caches of these formats."""
     generator = torch.Generator().manual_seed(seed)
