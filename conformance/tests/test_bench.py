@@ -221,14 +221,14 @@ def test_picture_of_a_share_above_one(axes, tmp_path):
              (("1", 0.5), ("8", 1.284))]  # fmt: skip
     picture.draw(shown, tmp_path / "a.png", "NVIDIA H200 (cuda:sm_90), triton")
     assert axes.barh.call_args.args == (["rms_norm  1", "rms_norm  8"], [0.5, 1])
-    assert [call.args[:2] for call in axes.annotate.call_args_list] == [("128%", (1, 1))]
+    assert [call.args[:2] for call in axes.annotate.call_args_list] == [("128%", (picture.BEYOND, 1))]
     assert axes.set.call_args.kwargs["title"] == "NVIDIA H200 (cuda:sm_90), triton"
     assert not axes.legend.called
     assert not axes.scatter.called
 
 
 def test_picture_shows_where_a_rival_is_faster(axes, tmp_path):
-    """Its mark is the share that it reaches: beyond the bar where it is faster, hollow where it is of another kind."""
+    """Its mark is the share that it reaches, up to 110 %: beyond the bar where it is faster, hollow where alien."""
     kinds = (
         ("1", 0.5, 2.0, "vllm"),
         ("8", 0.5, 0.8, "vllm cuda"),
@@ -240,7 +240,7 @@ def test_picture_shows_where_a_rival_is_faster(axes, tmp_path):
     picture.draw([shown[0], table.Measured("msa", "host", "measured", ratio=2.0, best="vllm"), *shown[1:]],
                  tmp_path / "a.png", "title")  # fmt: skip
     (alike, other) = axes.scatter.call_args_list
-    assert alike.args == ((0.25, 0.625, 1), (0, 1, 3))
+    assert alike.args == ((0.25, 0.625, picture.BEYOND), (0, 1, 3))
     assert other.args == ((0.8,), (2,))
     assert alike.kwargs["facecolor"] != other.kwargs["facecolor"]
     assert axes.legend.called
@@ -305,6 +305,7 @@ def test_the_footer_tells_machine_date_runs_and_ceilings():
     ("options", "told"),
     [
         (["--read", "x.json", "--require", "batch_invariant"], "--read measures nothing"),
+        (["--read", "x.json", "--runs", "9"], "Leave out --runs."),
         (["--read", "x.json", "--peer", "vllm", "--apart"], "Leave out --peer and --apart."),
         (["--device", "cpu", "--list", "--require", "batch_invariant"], "--list measures nothing"),
         (["--device", "cpu", "--check-only", "--png", "a.png"], "no shares to draw. Leave out --png."),

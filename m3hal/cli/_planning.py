@@ -73,8 +73,8 @@ def _known(device: str, policy: Policy) -> str:
         return device
     known = ", ".join(["cpu", "cuda:sm_XX", "hip:gfxXXX", "hpu:gaudi2", *(f"{other}:*" for other in others)])
     meant = devices.meant(device)
-    hint = f" Did you mean {meant!r}?" if meant else ""
-    raise ConfigurationError(f"{device!r} is of no kind that m3hal or an installed backend knows: {known}.{hint}")
+    hint = f"Did you mean {meant!r}?" if meant else f"A backend names one in its manifest: devices=({kind + ':*'!r},)."
+    raise ConfigurationError(f"{device!r} is of no kind that m3hal or an installed backend knows: {known}. {hint}")
 
 
 def _dtype(arguments: argparse.Namespace) -> str:

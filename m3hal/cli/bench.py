@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_require(parser)
     parser.add_argument("--peer", choices=("vllm",), help="whose kernels to time in the same rows, where importable")
-    parser.add_argument("--runs", type=_runs, default=7, help="interleaved runs, at least 5 (default: %(default)s)")
+    parser.add_argument("--runs", type=_runs, help="interleaved runs, at least 5 (default: 7)")
     parser.add_argument(
         "--apart",
         action="store_true",

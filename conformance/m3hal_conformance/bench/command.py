@@ -50,7 +50,7 @@ def bench(options: argparse.Namespace) -> int:
     Runner(backend, device, require=require).check_placing()
     made = Bench(device, backend, peer, small, require)
     ceilings = {} if options.check_only else clock.ceilings(made.device)
-    runs = 0 if options.check_only else options.runs
+    runs = 0 if options.check_only else options.runs or RUNS
     machine: dict[str, Any] = {"device": device, "backend": made.runner.backend, **environment(device)}
     machine |= {**made.runner.libraries(), "date": datetime.date.today().isoformat()}
     if require:
@@ -67,14 +67,16 @@ def bench(options: argparse.Namespace) -> int:
     return _told(options, measured, written, machine, made, ceilings, command)
 
 
+#: interleaved runs of a row, when left out
+RUNS = 7
 #: option -> those that it leaves nothing to do for, and why
 _ALONE = {
     "read": (
-        ("list", "device", "backend", "require", "peer", "apart", "small", "check_only", "out"),
+        ("list", "device", "backend", "require", "peer", "apart", "small", "check_only", "out", "runs"),
         "--read measures nothing: it shows rows as they were measured, and --op and --case pick among them",
     ),
-    "list": (("require", "out", "png"), "--list measures nothing: it shows what each row needs of a backend"),
-    "check_only": (("png",), "--check-only times nothing, so that there are no shares to draw"),
+    "list": (("require", "out", "png", "runs"), "--list measures nothing: it shows what each row needs of a backend"),
+    "check_only": (("png", "runs"), "--check-only times nothing, so that there are no shares to draw"),
 }
 
 

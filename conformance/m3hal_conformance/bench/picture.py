@@ -9,6 +9,9 @@ from typing import Any
 from m3hal.dispatch.errors import ConfigurationError, M3halError
 from m3hal_conformance.bench.table import Measured, is_alike
 
+#: shares of rivals are drawn up to this one
+BEYOND = 1.1
+
 
 def check_drawable() -> None:
     """Raises ConfigurationError where matplotlib, which draws, isn't there."""
@@ -42,13 +45,13 @@ def draw(rows: Sequence[Measured], path: Path, title: str) -> None:
     )
     for place, share in enumerate(shares):
         if share > 1:  # what lies in the cache is read faster than memory
-            axes.annotate(f"{share:.0%}", (1, place), (4, 0), textcoords="offset points", fontsize=6, va="center")
+            axes.annotate(f"{share:.0%}", (BEYOND, place), (6, 0), textcoords="offset points", fontsize=6, va="center")
     _mark(axes, drawn)
     if any(row.ratio for row in drawn):
         figure.legend(loc="outside lower center", fontsize=8, frameon=False)
     axes.invert_yaxis()
     ticks = [tick / 5 for tick in range(6)]
-    axes.set(xlim=(0, 1.06), xlabel="share of the floor", title=title)
+    axes.set(xlim=(0, BEYOND + 0.06), xlabel="share of the floor", title=title)
     axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
     axes.tick_params(axis="y", labelsize=6)
     axes.margins(y=0.01)
@@ -66,7 +69,7 @@ def _mark(axes: Any, drawn: Sequence[Measured]) -> None:
     )
     for alike, colour, label in kinds:
         places = [
-            (min((row.share or 0.0) / row.ratio, 1), place)
+            (min((row.share or 0.0) / row.ratio, BEYOND), place)
             for place, row in enumerate(drawn)
             if row.ratio and is_alike(row.best) is alike
         ]
