@@ -228,7 +228,7 @@ def test_picture_of_a_share_above_one(axes, tmp_path):
 
 
 def test_picture_shows_where_a_rival_is_faster(axes, tmp_path):
-    """Its mark is the share that it reaches, up to 110 %: beyond the bar where it is faster, hollow where alien."""
+    """Its mark is the share that it reaches, up to 110 %: beyond the bar if it is faster, hollow if another kind."""
     kinds = (
         ("1", 0.5, 2.0, "vllm"),
         ("8", 0.5, 0.8, "vllm cuda"),
