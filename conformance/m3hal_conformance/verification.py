@@ -155,11 +155,13 @@ def _verify_implementations(claim: Mapping[str, Any]) -> Iterable[Finding]:
 
 
 def _installed(runner: Runner, case: Case) -> tuple[str, Mapping[str, str] | None]:
-    """The impl_id and the files of what would run a case; nothing is bound for a plain implementation."""
-    choice = runner.plan(case.operator, case.site, case.layout).choice(case.operator, case.site.kind)
+    """The impl_id and the files of what would run a case. Nothing is bound, as the machine may lack its libraries."""
+    made = runner.plan(case.operator, case.site, case.layout)
+    choice = made.choice(case.operator, case.site.kind)
     if choice.chosen:
         return choice.chosen.impl_id, files_of(choice.chosen.impl)
-    return runner.offer(case.operator, case.site, case.layout).bound.impl_id, None
+    identity = made.impl_id(choice)
+    return identity or runner.offer(case.operator, case.site, case.layout).bound.impl_id, None  # or it tells why none
 
 
 def _compared(

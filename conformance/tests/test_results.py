@@ -24,7 +24,7 @@ from m3hal_conformance.results import (
 )
 from m3hal_conformance.runner import Runner
 from m3hal_conformance.suite import all_cases, select
-from m3hal_conformance.verification import compare, verify
+from m3hal_conformance.verification import _installed, compare, verify
 
 from m3hal import ops
 from m3hal.cli import main
@@ -246,6 +246,14 @@ def test_what_is_no_claim_is_refused(tmp_path, capsys, text, sentence):
     assert main(["claim", "verify", str(path)]) == 2
     assert sentence in capsys.readouterr().err
     assert main(["claim", "verify", str(tmp_path / "absent.json")]) == 2
+
+
+def test_composition_is_told_where_its_libraries_are_absent(monkeypatch):
+    """Verifying binds nothing: the identity of composed operators is their parts', which manifests and files tell."""
+    case = next(case for case in all_cases() if case.operator == "select_blocks")
+    bound = Runner("reference", "cpu").offer(case.operator, case.site, case.layout).bound.impl_id
+    monkeypatch.setattr(Runner, "offer", lambda *_: pytest.fail("it was bound"))
+    assert _installed(Runner("reference", "cpu"), case) == (bound, None)
 
 
 def test_claim_of_an_absent_backend_is_unknown(claim, tmp_path, capsys):
